@@ -5,14 +5,16 @@
 The estimate uses only the compiler's text and the machine figures below. It imports nothing of autoshard. Units:
 seconds, bytes, operations (2 for a multiply-add), of one device and one step.
 
-Compute, by two independent measures, summed over all scheduled instructions times the trips of their enclosing loops:
+Compute, by two independent measures and one that joins them, summed over all scheduled instructions times the trips of
+their enclosing loops:
     cycles     the compiler's own `estimated_cycles` / clock. Where it has none (2^63 - 1, or no entry), roofline
     roofline   max(work / (0.95 peak), bytes / (0.8 memory bandwidth), host bytes / host bandwidth)
                work and bytes as in `hlo_cost.py`: only products are work; slices and in-place updates cost the bytes
                that they touch; buffers that the compiler keeps on the chip cost only the copies there and back
-On a TPU the cycles of memory-bound instructions are two to five times too many. The roofline ignores elementwise
-arithmetic and the inefficiency of small shapes. Trust the order of two plans where both measures agree. A GPU's
-compiler gives no cycles.
+    joined     cycles of instructions that products bound by the roofline, and the roofline of all others
+On a TPU the cycles of memory-bound instructions are two to five times too many (`compiler_cycles.py`). The roofline
+ignores elementwise arithmetic and the inefficiency of small shapes. Trust the order of two plans where both measures
+agree. A GPU's compiler gives no cycles, so there is only the roofline.
 
 Communication: kind, payload and wire bytes of each collective as in `hlo_collectives.py`, time on the links as in
 `links.py`, at 0.9 of their rated bandwidth. The exposed part of collectives and of asynchronous copies is the part that
@@ -177,7 +179,13 @@ def _measures(machine: Target) -> dict[str, Callable[[Instruction, Cost], tuple[
     def by_roofline(_: Instruction, cost: Cost) -> tuple[float, float]:
         return roofline(chip, cost)
 
-    return ({"cycles": by_cycles} if chip.clock else {}) | {"roofline": by_roofline}
+    def joined(instruction: Instruction, cost: Cost) -> tuple[float, float]:
+        bound_by_products = cost.work / (FLOPS_SHARE * chip.flops) >= roofline(chip, cost)[0] > 0.0
+        return (by_cycles if bound_by_products else by_roofline)(instruction, cost)
+
+    if not chip.clock:
+        return {"roofline": by_roofline}
+    return {"cycles": by_cycles, "roofline": by_roofline, "joined": joined}
 
 
 def _copies(machine: Target) -> Callable[[Cost], tuple[float, float]]:

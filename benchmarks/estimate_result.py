@@ -14,7 +14,7 @@ from hlo_collectives import Collective
 class Row:
     """An instruction of the schedule: how often it runs, and the cost of all its runs.
 
-    `seconds` is keyed by measure (`cycles`, `roofline`). So is `exposed`: exposed seconds of a collective or copy.
+    `seconds` is keyed by measure (`cycles`, `roofline`, `joined`). So is `exposed`: exposed seconds of a collective or copy.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step on a target. Times are keyed by measure: `cycles` (not on a GPU) and `roofline`."""
+    """A step on a target. Times are keyed by measure: `cycles` and `joined` (not on a GPU), and `roofline`."""
 
     target: str
     partitions: int
