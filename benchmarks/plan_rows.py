@@ -38,8 +38,8 @@ class Row:
         digest: the hash of the exported program, the machine, the options and the compiler's version.
         kind: the compiler's result: `ok`, `oom` or another failure.
         message: the compiler's message if it failed.
-        step: seconds by `estimate.py`, by measure: cycles, roofline.
-        exposed: the exposed seconds among these, by measure.
+        step: seconds by `estimate.py`, by measure: cycles, roofline, joined.
+        exposed: the exposed seconds of collectives and copies among these, by measure.
         wire_bytes: bytes that a device sends.
         memory_bytes: arguments, results and temporaries.
         peak_bytes: the compiler's own peak.
@@ -160,7 +160,8 @@ class Store:
         figures: dict[str, Any] = {}
         if result.kind == "ok":
             step: Estimate = estimate(result.text, self.target, result.coordinates or None, result.memory)
-            figures = {"step": step.step, "exposed": step.exposed, "wire_bytes": step.wire_bytes}
+            exposed = {name: step.exposed[name] + step.copies[name] for name in step.step}
+            figures = {"step": step.step, "exposed": exposed, "wire_bytes": step.wire_bytes}
             figures |= {"memory_bytes": step.memory_bytes, "peak_bytes": step.peak_bytes}
             figures["limit_bytes"] = step.memory_limit
         elif result.kind == "oom":
