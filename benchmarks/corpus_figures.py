@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import exp, log
 from statistics import median
 from typing import Any
 
 from cost_model import p90, tau
-from plan_rows import Row, Store, best
+from plan_rows import Row, Store
 from rich.console import Console
 from rich.table import Table
 
 from autoshard.sharding.search.strategy_kinds import KINDS, kind_of
+
+MEASURES = ("cycles", "roofline", "joined")
 
 
 def chosen_row(store: Store) -> Row | None:
@@ -20,43 +22,68 @@ def chosen_row(store: Store) -> Row | None:
     return next((r for r in store.rows if r.side == "plan" and r.words == store.notes.get("chosen")), None)
 
 
-def best_expert(store: Store) -> Row | None:
-    """Return the expert's fastest row that fits."""
-    return best([row for row in store.rows if row.side == "expert"])
+def best_expert(store: Store, measure: str = "cycles") -> Row | None:
+    """Return the expert's row that fits and is the fastest by a measure."""
+    return _fastest(store, "expert", measure)
 
 
 def figures(stores: Sequence[Store]) -> dict[str, Any]:
     """Return the figures of the corpus.
 
-    `over_expert` divides the compiled step of the chosen plan by that of the best expert: the worst and the geometric
-    mean. `regret` divides it by that of the planner's fastest compiled plan, minus 1. `errors` are predicted over
-    compiled steps, minus 1, by kind of plan; `memory_errors` are the same for peak memory. `tau` is the median rank
-    correlation of predicted and compiled steps.
+    For each measure of compiled steps (`estimate.py`), over the rows that have it: `over_expert` divides the compiled
+    step of the chosen plan by that of the best expert: the number of programs, the worst and the geometric mean.
+    `regret` divides it by that of the planner's fastest compiled plan, minus 1. `errors` are predicted over compiled
+    steps, minus 1, by kind of plan. `tau` is the median rank correlation of predicted and compiled steps.
+    `memory_errors` are the same as `errors` for peak memory; they have no measure.
     """
-    over, regret, errors, memory_errors = [], [], {}, {}
-    for store in stores:
-        chosen, expert, ours = chosen_row(store), best_expert(store), best([r for r in store.rows if r.side == "plan"])
-        if chosen is not None and chosen.ok and expert is not None:
-            over.append(chosen.seconds / expert.seconds)
-        if chosen is not None and chosen.ok and ours is not None:
-            regret.append(chosen.seconds / ours.seconds - 1)
-        for row in _judged(store):
-            errors.setdefault(kind_of(row.words), []).append(row.predicted["step"] / row.seconds - 1)
-            if row.needed_bytes and row.predicted.get("memory_bytes"):
-                error = row.predicted["memory_bytes"] / row.needed_bytes - 1
-                memory_errors.setdefault(kind_of(row.words), []).append(error)
-    taus = [value for store in stores if (value := tau(_judged(store))) == value]
     return {
         "programs": len(stores),
+        **{measure: _figures(stores, measure) for measure in MEASURES},
+        "memory_errors": _by_kind(
+            (row.words, row.predicted["memory_bytes"] / row.needed_bytes - 1)
+            for store in stores
+            for row in _judged(store)
+            if row.needed_bytes and row.predicted.get("memory_bytes")
+        ),
+    }
+
+
+def _figures(stores: Sequence[Store], measure: str) -> dict[str, Any]:
+    over, regret = [], []
+    for store in stores:
+        chosen = chosen_row(store)
+        if chosen is None or not chosen.ok or measure not in chosen.step:
+            continue
+        if expert := best_expert(store, measure):
+            over.append(chosen.step[measure] / expert.step[measure])
+        if ours := _fastest(store, "plan", measure):
+            regret.append(chosen.step[measure] / ours.step[measure] - 1)
+    judged = [[row for row in _judged(store) if measure in row.step] for store in stores]
+    taus = [value for rows in judged if (value := tau(rows, measure)) == value]
+    return {
         "over_expert": {
+            "programs": len(over),
             "worst": max(over, default=None),
             "mean": exp(sum(map(log, over)) / len(over)) if over else None,
         },
         "regret": {"median": median(regret), "p90": p90(regret)} if regret else {},
-        "errors": {kind: _spread(errors[kind]) for kind in KINDS if kind in errors},
-        "memory_errors": {kind: _spread(memory_errors[kind]) for kind in KINDS if kind in memory_errors},
+        "errors": _by_kind(
+            (row.words, row.predicted["step"] / row.step[measure] - 1) for rows in judged for row in rows
+        ),
         "tau": median(taus) if taus else None,
     }
+
+
+def _fastest(store: Store, side: str, measure: str) -> Row | None:
+    rows = [row for row in store.rows if row.side == side and row.ok and measure in row.step]
+    return min(rows, key=lambda row: row.step[measure], default=None)
+
+
+def _by_kind(errors: Iterable[tuple[str, float]]) -> dict[str, Mapping[str, float]]:
+    found: dict[str, list[float]] = {}
+    for words, error in errors:
+        found.setdefault(kind_of(words), []).append(error)
+    return {kind: _spread(found[kind]) for kind in KINDS if kind in found}
 
 
 def _judged(store: Store) -> list[Row]:
@@ -70,22 +97,32 @@ def _spread(errors: Sequence[float]) -> Mapping[str, float]:
 
 def show(stores: Sequence[Store]) -> None:
     """Print each program's rows in short, and the figures."""
-    table = Table(title="compiled step: the planner's choice against the best expert")
+    table = Table(title=f"compiled step, ms by {' / '.join(MEASURES)}: the planner's choice against the best expert")
     for column in ("program", "chosen", "ms", "predicted", "expert", "ms", "ratio", "planning s"):
         table.add_column(column)
     for store in stores:
         chosen, expert = chosen_row(store), best_expert(store)
-        ratio = f"{chosen.seconds / expert.seconds:.3f}" if chosen and chosen.ok and expert else "-"
-        cells = [store.notes.get("chosen", store.notes.get("planner", "")), *_times(chosen)]
-        expert_cells = [expert.style, _times(expert)[0]] if expert else ["-", "-"]
-        table.add_row(store.case, *cells, *expert_cells, ratio, str(store.notes.get("planning_seconds", "")))
-    console = Console(width=170)
+        predicted = f"{chosen.predicted['step'] * 1e3:.1f}" if chosen else "-"
+        cells = [store.notes.get("chosen", store.notes.get("planner", "")), _times(chosen), predicted]
+        expert_cells = [expert.style, _times(expert)] if expert else ["-", "-"]
+        planning = str(store.notes.get("planning_seconds", ""))
+        table.add_row(store.case, *cells, *expert_cells, _ratios(store, chosen), planning)
+    console = Console(width=200)
     console.print(table)
     console.print_json(data=figures(stores))
 
 
-def _times(row: Row | None) -> list[str]:
-    if row is None:
-        return ["-", "-"]
-    compiled = f"{row.seconds * 1e3:.1f}" if row.ok else "does not fit" if row.too_large else row.kind
-    return [compiled, f"{row.predicted['step'] * 1e3:.1f}"]
+def _times(row: Row | None) -> str:
+    if row is None or not row.ok:
+        return "-" if row is None else "does not fit" if row.too_large else row.kind
+    return " / ".join(f"{row.step[measure] * 1e3:.1f}" for measure in MEASURES if measure in row.step)
+
+
+def _ratios(store: Store, chosen: Row | None) -> str:
+    """The chosen plan over the best expert, each by one measure."""
+    found = []
+    for measure in MEASURES:
+        expert = best_expert(store, measure)
+        if chosen is not None and chosen.ok and expert and measure in chosen.step:
+            found.append(f"{chosen.step[measure] / expert.step[measure]:.3f}")
+    return " / ".join(found) or "-"

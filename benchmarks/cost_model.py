@@ -87,14 +87,20 @@ def _errors(rows: Sequence[Row]) -> list[str]:
     return [str(len(rows)), *cells]
 
 
-def tau(rows: Sequence[Row]) -> float:
-    """Return Kendall's tau of predicted and compiled step time, over pairs of rows more than 3 % apart."""
+def tau(rows: Sequence[Row], measure: str = "") -> float:
+    """Return Kendall's tau of predicted and compiled step time, over pairs of rows more than 3 % apart.
+
+    Args:
+        rows: compiled rows of one program.
+        measure: the measure of the compiled time; by default `Row.seconds`.
+    """
+    seconds = [row.step[measure] if measure else row.seconds for row in rows]
     concordant = total = 0
-    for one, other in combinations(rows, 2):
-        if max(one.seconds, other.seconds) <= LEAST_RANKED_RATIO * min(one.seconds, other.seconds):
+    for (a, one), (b, other) in combinations(zip(seconds, rows, strict=True), 2):
+        if max(a, b) <= LEAST_RANKED_RATIO * min(a, b):
             continue
         total += 1
-        agree = (one.seconds - other.seconds) * (one.predicted["step"] - other.predicted["step"])
+        agree = (a - b) * (one.predicted["step"] - other.predicted["step"])
         concordant += 1 if agree > 0 else -1
     return concordant / total if total else float("nan")
 

@@ -14,7 +14,8 @@ from hlo_collectives import Collective
 class Row:
     """An instruction of the schedule: how often it runs, and the cost of all its runs.
 
-    `seconds` is keyed by measure (`cycles`, `roofline`, `joined`). So is `exposed`: exposed seconds of a collective or copy.
+    `seconds` is keyed by measure (`cycles`, `roofline`, `joined`). So is `exposed`: the exposed seconds of a collective
+    or copy.
     """
 
     name: str

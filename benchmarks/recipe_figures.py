@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, log
 from statistics import median
 from typing import Any
 
 from plan_sides import Side
 from recipe_rows import Result
+from referee_calibration import calibrated
 from rich.table import Table
 
 FAMILIES = ("llama", "mistral", "mixtral", "gpt3")
 """The beginnings of the names of models that the figures are about."""
 
-MEASURES = ("cycles", "roofline")
+MEASURES = ("cycles", "roofline", "joined")
+CALIBRATED = "calibrated"
 NEAR = 0.15  # an estimate within this fraction of the measured time is near
 
 
-def figures(results: Sequence[Result], left_out: Sequence[str] = ()) -> dict[str, Any]:
+def figures(
+    results: Sequence[Result], left_out: Sequence[str] = (), referee: Mapping[tuple[str, str], float] | None = None
+) -> dict[str, Any]:
     """Summarize the results.
 
     `predicted` and `compiled` are of the recipes' own settings, relative to the measured time. `best` are our best
     plans: predicted relative to the measured time, compiled relative to the recipe's own plan. Compiled figures are by
-    measure. Rows whose products are planned in another precision are left out. `over_memory` are rows of a program that
-    the compiler accepts although its arguments and temporaries exceed the memory; figures include them.
+    measure; `calibrated` is the joined measure at the efficiency that one recipe gives the chip
+    (`referee_calibration.py`). `safe` are our best plans relative to the recipe's own plan without the options for
+    which wrong numbers were reported; recipes without such options count as they are. Rows whose products are planned
+    in another precision are left out. `over_memory` are rows of a program that the compiler accepts although its
+    arguments and temporaries exceed the memory; figures include them.
 
     Args:
         results: the rows.
         left_out: ids of rows that the figures leave out.
+        referee: the referee's efficiencies by chip and name; None for no calibrated figures.
     """
     rows = [row for row in results if row.status == "ok" and row.model.startswith(FAMILIES)]
     out = [row.id for row in rows if row.id in left_out or not row.same_precision]
@@ -40,16 +48,25 @@ def figures(results: Sequence[Result], left_out: Sequence[str] = ()) -> dict[str
     def ours(measure: str) -> Callable[[Result], float | None]:
         return lambda row: _ratio(_compiled(row.best, measure), _compiled(row.recipe, measure))
 
+    def ours_to_safe(measure: str) -> Callable[[Result], float | None]:
+        return lambda row: _ratio(_compiled(row.best, measure), _compiled(row.recipe_without or row.recipe, measure))
+
+    def own_calibrated(row: Result) -> float | None:
+        seconds = calibrated(row.recipe.compiled, row.target, row.precision, referee or {})
+        return _ratio(seconds, row.measured)
+
     return {
         "rows": [row.id for row in rows],
         "left_out": out,
         "over_memory": [row.id for row in rows if any(map(is_over_memory, (row.recipe, row.best)))],
         "without_plan": [row.id for row in rows if row.best.seconds is None],
         "predicted": _summary([_ratio(row.recipe.seconds, row.measured) for row in rows]),
-        "compiled": {name: _summary(list(map(own(name), rows))) for name in MEASURES},
+        "compiled": {name: _summary(list(map(own(name), rows))) for name in MEASURES}
+        | {CALIBRATED: _summary(list(map(own_calibrated, rows)))},
         "best": {
             "predicted": _summary([_ratio(row.best.seconds, row.measured) for row in rows]),
             "compiled": {name: _summary(list(map(ours(name), rows))) for name in MEASURES},
+            "safe": {name: _summary(list(map(ours_to_safe(name), rows))) for name in MEASURES},
         },
     }
 
@@ -106,7 +123,8 @@ def _cells(side: Side, measured: float | None) -> tuple[str, str, str, str]:
     ratio = _ratio(side.seconds, measured)
     judged = "" if side.compiled is None else side.compiled["kind"]
     if side.compiled is not None and side.compiled["seconds"]:
-        judged = " / ".join(f"{side.compiled['seconds'][name]:.2f}" for name in MEASURES)
+        seconds = side.compiled["seconds"]
+        judged = " / ".join(f"{seconds[name]:.2f}" for name in MEASURES if name in seconds)
         judged += " *" if is_over_memory(side) else ""
     memory = f"{side.predicted['memory_bytes'] / 2**30:.1f}{star}"
     return f"{side.seconds:.2f}  {side.name}", f"{ratio:.2f}", memory, judged

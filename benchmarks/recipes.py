@@ -16,9 +16,10 @@ the table and `over_memory` in the figures mark it. Recipes whose model or machi
 read, are listed with the reason. Where our models lack something that a recipe has, the row's notes say what is planned
 in its place (`recipe_stand_ins.py`).
 
-One efficiency of each TPU and, for tpu7x, one of its fp8 products are calibrated on one recipe each
-(`recipe_calibration.py`), and nothing else is fitted to any. The figures leave these recipes out, and those that
-`--leave-out` names. The exit code is 1 if a row cannot be read, and 2 if the file cannot.
+One efficiency of each TPU and, for tpu7x, one of its fp8 products are calibrated on one recipe each, for the planner's
+estimate (`recipe_calibration.py`) and for the referee's (`referee_calibration.py`). Nothing else is fitted to any. The
+figures leave these recipes out, and those that `--leave-out` names. The exit code is 1 if a row cannot be read, and 2 if
+the file cannot.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from recipe_calibration import ROWS
 from recipe_figures import figures, table
 from recipe_file import OWN, RecipeFileError, read_recipes
 from recipe_rows import Result, result_of
+from referee_calibration import efficiencies
 from rich.console import Console
 
 _SIDES = ("recipe", "best", "recipe_without")  # of a result
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.json.write_text(json.dumps(_document(given, results), indent=1) + "\n")
     console = Console(width=180)
     console.print(table(results))
-    console.print_json(json.dumps(figures(results, (*given.leave_out, *ROWS.values()))))
+    console.print_json(json.dumps(figures(results, (*given.leave_out, *ROWS.values()), efficiencies())))
     return 1 if any(entry.problems for entry in entries) else 0
 
 
@@ -97,7 +99,7 @@ def _document(given: argparse.Namespace, results: Sequence[Result]) -> dict[str,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "file": given.recipes.name,
         "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
-        "figures": figures(results, (*given.leave_out, *ROWS.values())),
+        "figures": figures(results, (*given.leave_out, *ROWS.values()), efficiencies()),
         "recipes": rows,
     }
 

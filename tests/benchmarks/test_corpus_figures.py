@@ -5,9 +5,9 @@ from corpus_figures import figures
 from plan_rows import Row, Store
 
 
-def row(side, words, seconds, predicted, gib=8.0, predicted_gib=8.0):
+def row(side, words, seconds, predicted, gib=8.0, predicted_gib=8.0, **step):
     return Row(
-        side, words, words, "own", 1, {}, words, "ok", step={"cycles": seconds}, peak_bytes=gib * 2**30,
+        side, words, words, "own", 1, {}, words, "ok", step={"cycles": seconds, **step}, peak_bytes=gib * 2**30,
         memory_bytes=gib * 2**30, limit_bytes=16 * 2**30,
         predicted={"step": predicted, "memory_bytes": predicted_gib * 2**30},
     )  # fmt: skip
@@ -26,15 +26,31 @@ def test_figures_of_two_programs(tmp_path):
     )  # fmt: skip
     other = store(tmp_path, "other", "fsdp:8", row("plan", "fsdp:8", 1.0, 1.0), row("expert", "ep:8", 2.0, 1.0))
     found = figures([one, other])
-    assert found["over_expert"] == {"worst": 2.0, "mean": pytest.approx(1.0)}  # 2.0 and 0.5
-    assert found["regret"]["median"] == pytest.approx((1.0 / 0.8 - 1) / 2)
-    assert found["errors"]["tp"]["median"] == pytest.approx(0.25)
-    assert found["errors"]["fsdp"]["lowest"] == pytest.approx(-0.1)
-    assert found["errors"]["ep"]["lowest"] == pytest.approx(-0.5)
+    by_cycles = found["cycles"]
+    assert by_cycles["over_expert"] == {"programs": 2, "worst": 2.0, "mean": pytest.approx(1.0)}  # 2.0 and 0.5
+    assert by_cycles["regret"]["median"] == pytest.approx((1.0 / 0.8 - 1) / 2)
+    assert by_cycles["errors"]["tp"]["median"] == pytest.approx(0.25)
+    assert by_cycles["errors"]["fsdp"]["lowest"] == pytest.approx(-0.1)
+    assert by_cycles["errors"]["ep"]["lowest"] == pytest.approx(-0.5)
     assert found["memory_errors"]["fsdp"]["lowest"] == pytest.approx(-0.25)
     assert found["memory_errors"]["ep"]["median"] == 0.0
 
 
 def test_programs_that_did_not_compile_do_not_count(tmp_path):
     found = figures([store(tmp_path, "one", "fsdp:8")])
-    assert found["programs"] == 1 and found["over_expert"] == {"worst": None, "mean": None} and found["tau"] is None
+    nothing = {"over_expert": {"programs": 0, "worst": None, "mean": None}, "regret": {}, "errors": {}, "tau": None}
+    assert found["programs"] == 1 and found["cycles"] == found["joined"] == nothing
+
+
+def test_each_measure_has_its_own_best_rows(tmp_path):
+    """A row without a measure does not count in it."""
+    one = store(
+        tmp_path, "one", "fsdp:8",
+        row("plan", "fsdp:8", 1.0, 0.9, joined=0.9), row("plan", "tp:8", 1.1, 1.0, joined=0.6),
+        row("expert", "fsdp:8", 2.0, 0.6, joined=1.8), row("expert", "dp:8", 0.5, 0.6),
+    )  # fmt: skip
+    found = figures([one])
+    assert found["cycles"]["over_expert"]["worst"] == 2.0 and found["joined"]["over_expert"]["worst"] == 0.5
+    assert found["cycles"]["regret"]["median"] == 0.0 and found["joined"]["regret"]["median"] == pytest.approx(0.5)
+    assert found["joined"]["tau"] == -1.0  # tp is predicted as the slowest, the expert's fsdp as the fastest
+    assert found["roofline"]["over_expert"]["programs"] == 0

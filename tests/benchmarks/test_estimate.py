@@ -37,15 +37,25 @@ def estimate_of(lines, inside="", target="v5e:2x2", **more):
     return estimate(text, target, None if target.startswith("h") else places, **more)
 
 
-def test_two_measures():
-    dot = "f32[512,512]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-    big = "  %a = f32[512,512]{1,0:S(1)} parameter(2)\n"
+def test_measures_of_a_product_and_of_a_copy():
+    """The joined measure takes the cycles of what a product bounds, and the roofline of the rest."""
+    dot = "f32[512,512]{1,0%s} dot(%%a, %%a), lhs_contracting_dims={1}, rhs_contracting_dims={0}, %s"
+    cycles = 'backend_config={"estimated_cycles":"%d"}'
     estimated = estimate_of(
-        big + f'  %r = {dot}, backend_config={{"estimated_cycles":"3000"}}\n  %n = f32[1125000]{{0}} negate(%x)\n'
+        "  %a = f32[512,512]{1,0:S(1)} parameter(2)\n"
+        f"  %on_chip = {dot % (':S(1)', cycles % 3000)}\n"
+        f"  %written = {dot % ('', cycles % 6000)}\n"
+        "  %n = f32[1125000]{0} negate(%x)\n"
+        f"  %o = f32[1125000]{{0}} exponential(%x), {cycles % 60_000}\n"
     )
-    product, moved = max(2 * 512**3 / FLOPS, 4 * 512**2 / MEMORY), 9e6 / MEMORY
-    assert estimated.compute == pytest.approx({"cycles": 2 * US + moved, "roofline": product + moved})
-    assert (estimated.flops, estimated.hbm_bytes) == (2 * 512**3, 4 * 512**2 + 9e6)
+    product, written, moved = 2 * 512**3 / FLOPS, 4 * 512**2 / MEMORY, 9e6 / MEMORY
+    assert written > product
+    assert estimated.compute == pytest.approx({
+        "cycles": 2 * US + 4 * US + moved + 40 * US,
+        "roofline": product + written + 2 * moved,
+        "joined": 2 * US + written + 2 * moved,
+    })  # fmt: skip
+    assert (estimated.flops, estimated.hbm_bytes) == (4 * 512**3, 4 * 512**2 + 18e6)
     assert (estimated.without_cycles, estimated.without_cycles_seconds) == (1, pytest.approx(moved))
 
 

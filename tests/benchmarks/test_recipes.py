@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import jax
 import optax
@@ -12,12 +12,14 @@ import pytest
 import recipe_rows
 import recipe_stand_ins as stand_ins
 import recipes
+from plan_rows import Row, Store
 from plan_sides import Side
 from recipe_figures import figures, table
 from recipe_file import OWN, Entry, Recipe, RecipeFileError, read_recipes
 from recipe_rows import Result, result_of
 from recipe_settings import UnavailableError, settings_of
 from recipe_words import POLICIES, VALUES, Remat, WordsError, parse_note, parse_remat, parse_sharding
+from referee_calibration import efficiencies
 
 from autoshard.models.remat.policies import remat_problems
 from autoshard.models.workloads import WORKLOADS
@@ -398,7 +400,10 @@ def test_compiled_plans_are_judged(tmp_path):
     found = result_of(one, compile_plans=True, timeout_s=300.0, folder=tmp_path)
     for side in (found.recipe, found.best):
         assert side.problem == "" and side.compiled is not None and side.compiled["fits"]
-        assert set(side.compiled["seconds"]) == {"cycles", "roofline"} and min(side.compiled["seconds"].values()) > 0
+        assert (
+            set(side.compiled["seconds"]) == {"cycles", "roofline", "joined"}
+            and min(side.compiled["seconds"].values()) > 0
+        )
         assert 0 < side.compiled["memory_bytes"] < side.compiled["limit_bytes"]
     assert found.recipe.compiled is not None and found.best.compiled is not None
     assert found.recipe.compiled["dropped"] == ["xla_no_such_option"]
@@ -451,6 +456,41 @@ def test_figures():
     assert found["compiled"]["roofline"]["geometric_mean"] == pytest.approx((0.9 * 0.81) ** 0.5)
     assert found["over_memory"] == ["b"] and not found["compiled"]["cycles"]
     assert found["best"]["compiled"]["roofline"]["geometric_mean"] == pytest.approx(0.5)
+
+
+def judged(compute: float, exposed: float) -> dict[str, Any]:
+    seconds, exposed_seconds = {"joined": compute + exposed}, {"joined": exposed}
+    return {"kind": "ok", "fits": True, "seconds": seconds, "exposed_seconds": exposed_seconds}
+
+
+def test_one_recipe_calibrates_the_referee_on_its_chip(tmp_path):
+    """At half of the efficiency compute takes twice as long, and exposed seconds stay."""
+    store = Store("llama3.1-8b-v6e-16", "v6e:4x4", tmp_path)
+    measured = next(entry.recipe.seconds for entry in read_recipes(OWN) if entry.id == store.case and entry.recipe)
+    row = Row("recipe", "fsdp:16", "fsdp:16", "full", 1, {}, "digest", "ok")
+    store.rows = [replace(row, step={"joined": measured / 2 + 0.1}, exposed={"joined": 0.2})]
+    store.save()
+    known = efficiencies(tmp_path)
+    assert known == {("v6e", "efficiency"): pytest.approx((measured / 2 - 0.1) / (measured - 0.2))}
+    known = {("v6e", "efficiency"): 0.5}
+    results = [
+        Result("a", "ok", 10.0, "llama3-8b", "v6e:4x4", "bf16", recipe=replace(side(11.0), compiled=judged(4.0, 1.0))),
+        Result(
+            "b", "ok", 10.0, "llama3-8b", "v5p:2x2x1", "bf16", recipe=replace(side(11.0), compiled=judged(4.0, 1.0))
+        ),
+        Result("c", "ok", 10.0, "llama3-8b", "v6e:4x4", "fp8", recipe=replace(side(11.0), compiled=judged(4.0, 1.0))),
+    ]
+    found = figures(results, referee=known)["compiled"]
+    assert found["calibrated"]["rows"] == 1 and found["calibrated"]["geometric_mean"] == pytest.approx(0.9)
+    assert found["joined"]["rows"] == 3 and found["joined"]["geometric_mean"] == pytest.approx(0.5)
+
+
+def test_our_plans_are_also_compared_with_the_recipe_without_reported_options():
+    own, best, safe = (replace(side(10.0), compiled=judged(seconds, 0.0)) for seconds in (8.0, 9.0, 12.0))
+    row = Result("a", "ok", 10.0, "llama3-8b", "v6e:4x4", "bf16", recipe=own, best=best, recipe_without=safe)
+    found = figures([row])["best"]
+    assert found["compiled"]["joined"]["largest"] == 9 / 8 and found["safe"]["joined"]["largest"] == 9 / 12
+    assert figures([replace(row, recipe_without=None)])["best"]["safe"]["joined"]["largest"] == 9 / 8
 
 
 def test_the_table_marks_a_program_that_exceeds_the_memory():
