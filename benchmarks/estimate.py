@@ -155,6 +155,11 @@ def estimate(
     )
 
 
+def measures(target: str | Target) -> tuple[str, ...]:
+    """Return the names of the measures of compute on a target."""
+    return tuple(_measures(find_target(target) if isinstance(target, str) else target))
+
+
 def cycles(instruction: Instruction) -> int | None:
     """Return the compiler's estimate for an instruction, or None."""
     found = re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS
-from estimate import estimate
+from estimate import estimate, measures
 from estimate_result import Estimate
 
 from autoshard.sharding.audit import CompileJob, compile_job
@@ -120,7 +120,11 @@ class Planned:
 
 
 class Store:
-    """The rows of a case, stored in a file after each new one. A stored row is not compiled again."""
+    """The rows of a case, stored in a file after each new one.
+
+    A stored row is not compiled again. Two kinds are: one whose compiler was stopped, which may finish on a less busy
+    machine or with more time, and one that lacks a measure of the present referee.
+    """
 
     def __init__(self, case: str, target: str, folder: Path = FOLDER, timeout_s: float = TIMEOUT_S):
         """Read the file, if there is one. A compiler is stopped after `timeout_s` seconds."""
@@ -144,8 +148,7 @@ class Store:
     def finish(self, planned: Planned, options: Mapping[str, Any], job: CompileJob) -> Row:
         """Return the row of an exported program, from the file, the compiler's cache or the compiler."""
         digest = job.digest(json.dumps(compilers(), sort_keys=True))
-        # A compiler that was stopped may finish on a less busy machine, or with more time.
-        known = next((row for row in self.rows if row.digest == digest and row.kind != "timeout"), None)
+        known = next((row for row in self.rows if row.digest == digest and self._is_final(row)), None)
         if known is not None:
             row = replace(known, **_plan_fields(planned), cached=True)
         else:
@@ -154,6 +157,9 @@ class Store:
             self.rows = [each for each in self.rows if _key(each) != _key(row)] + [row]
             self.save()
         return row
+
+    def _is_final(self, row: Row) -> bool:
+        return row.kind != "timeout" and (row.kind != "ok" or set(row.step) >= set(measures(self.target)))
 
     def _row(self, planned: Planned, options: Mapping[str, Any], digest: str, result: Compiled) -> Row:
         job: dict[str, Any] = _plan_fields(planned) | {"options": dict(options), "digest": digest, "kind": result.kind}

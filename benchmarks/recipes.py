@@ -18,8 +18,8 @@ in its place (`recipe_stand_ins.py`).
 
 One efficiency of each TPU and, for tpu7x, one of its fp8 products are calibrated on one recipe each, for the planner's
 estimate (`recipe_calibration.py`) and for the referee's (`referee_calibration.py`). Nothing else is fitted to any. The
-figures leave these recipes out, and those that `--leave-out` names. The exit code is 1 if a row cannot be read, and 2 if
-the file cannot.
+figures leave these recipes out, and those that `--leave-out` names. The exit code is 1 if a row cannot be read, and 2
+if the file cannot.
 """
 
 from __future__ import annotations

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import jax
 import optax
+import plan_rows
 import pytest
 import recipe_rows
 import recipe_stand_ins as stand_ins
 import recipes
-from plan_rows import Row, Store
+from plan_rows import Planned, Row, Store
 from plan_sides import Side
 from recipe_figures import figures, table
 from recipe_file import OWN, Entry, Recipe, RecipeFileError, read_recipes
@@ -420,6 +421,19 @@ def test_a_compiler_that_was_stopped_is_started_again(tmp_path):
     assert "stopped after 0.1 s" in stopped.problem
     again = result_of(one, compile_plans=True, timeout_s=300.0, folder=tmp_path).recipe
     assert again.compiled is not None and again.compiled["kind"] == "ok"
+
+
+def test_a_row_of_an_earlier_referee_is_compiled_again(tmp_path, monkeypatch):
+    """It lacks a measure that the present referee has."""
+    store = Store("case", "v6e:4x4", tmp_path)
+    row = Row("plan", "fsdp:16", "fsdp:16", "full", 1, {}, "digest", "ok", step={"cycles": 1.0, "roofline": 1.0})
+    job, planned = SimpleNamespace(digest=lambda _: "digest"), Planned("plan", "fsdp:16", "fsdp:16", "full", 1, None)
+    fresh = replace(row, step={**row.step, "joined": 1.0})
+    monkeypatch.setattr(plan_rows, "compile_job", lambda *_: None)
+    monkeypatch.setattr(store, "_row", lambda *_: fresh)
+    store.rows = [row]
+    assert store.finish(planned, {}, cast(Any, job)).step == fresh.step and not store.rows[0].cached
+    assert store.finish(planned, {}, cast(Any, job)).cached
 
 
 # --- Figures
