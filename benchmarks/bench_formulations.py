@@ -11,16 +11,20 @@ For each program of `formulations/` on each of its machines, these are compiled 
 
 The rows are stored in `results/formulations/NAME@TARGET.json`. A program in the compiler's cache is not compiled again.
 The figures are the compiled step over the best expert's, the error of the prediction, and the regret: the chosen plan
-over the best of the planner's compiled ones.
+over the best of the planner's compiled ones. The audit of the chosen plan counts what the compiler did and the plan did
+not ask for, each with its cause: unplanned collectives, involuntary rematerializations, and idle devices.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import common  # sets up the path and the devices first
 from corpus_experts import corpus_step, corpus_styles, most_promising
@@ -32,16 +36,19 @@ from plan_rows import Planned, Store
 
 from autoshard import Plan, plan
 from autoshard.errors import AutoshardError
-from autoshard.sharding.audit import CompileJob, export_plan
+from autoshard.sharding.audit import Audit, CompileJob, export_plan
 from autoshard.sharding.audit.export import export
 from autoshard.sharding.machines.device_mesh import traced_machine
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
+from autoshard.sharding.planner.idle_devices import IDLE_DEVICES
 from autoshard.sharding.search.strategy_kinds import KINDS, kind_of
 
 FOLDER = common.RESULTS / "formulations"
 Options = Mapping[str, str]
-TIMEOUT_S = 1200.0  # chosen: seconds after which a compiler is stopped
+# Both chosen, not measured.
+TIMEOUT_S = 1200.0  # seconds after which a compiler is stopped
+LEAST_SHARE = 0.01  # of a program's traffic: an unplanned collective with less is not listed
 
 
 def store_of(formulation: Formulation, target: str, timeout_s: float = TIMEOUT_S) -> Store:
@@ -56,19 +63,40 @@ def run(formulation: Formulation, target: str, few: int, timeout_s: float) -> St
     store.notes = {"style": formulation.style, "held_out": formulation.held_out}
     start = time.process_time()
     try:
-        made = _made(formulation, target)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = _made(formulation, target)
+        idle = [str(each.message) for each in caught if re.match(IDLE_DEVICES, str(each.message))]
     except AutoshardError as error:
         store.notes["planner"] = str(error)
         store.save()
         print(f"{store.case}: {error}", flush=True)
         return store
     store.notes |= {"planning_seconds": round(time.process_time() - start, 1), "chosen": made.chosen}
+    store.notes["idle"] = idle
     given = made.compiler_options.get(find_target(target).platform, {})
     options = {name: str(value).lower() for name, value in given.items()}
     for one in [*_planned(formulation, target, made), *_experts(formulation, target, few)]:
         row = store.finish(one, options, one.export(options))
         print(f"{store.case}: {row.side} {row.style}: {row.kind} {row.seconds:.4f} s", flush=True)
+    store.notes["audit"] = audited(made.verify(options=options, timeout_s=timeout_s))
+    store.save()
     return store
+
+
+def audited(audit: Audit) -> dict[str, Any]:
+    """Return what the compiled program has and the plan has not: the share of its traffic, and each cause.
+
+    Unplanned collectives under `LEAST_SHARE` of the traffic are summed up but not listed.
+    """
+    wire = audit.wire_bytes or 0.0
+    listed = [each for each in audit.unplanned if each.bytes > LEAST_SHARE * wire]
+    return {
+        "kind": audit.kind,
+        "unplanned_share": round(audit.unplanned_bytes / wire, 4) if wire else 0.0,
+        "unplanned": [f"{each.kind} {each.bytes / 2**20:.1f} MiB {each.line}: {each.cause}" for each in listed],
+        "rematerializations": [f"{each.array} {each.line or each.op_name}: {each.cause}" for each in audit.remarks],
+    }
 
 
 def _made(formulation: Formulation, target: str, words: str | None = None) -> Plan:

@@ -15,6 +15,7 @@ from rich.table import Table
 from autoshard.sharding.search.strategy_kinds import KINDS, kind_of
 
 MEASURES = ("cycles", "roofline", "joined")
+UNASKED = ("unplanned", "rematerializations")  # what a compiler adds to a plan (`bench_formulations.audited`)
 
 
 def chosen_row(store: Store) -> Row | None:
@@ -34,7 +35,8 @@ def figures(stores: Sequence[Store]) -> dict[str, Any]:
     step of the chosen plan by that of the best expert: the number of programs, the worst and the geometric mean.
     `regret` divides it by that of the planner's fastest compiled plan, minus 1. `errors` are predicted over compiled
     steps, minus 1, by kind of plan. `tau` is the median rank correlation of predicted and compiled steps.
-    `memory_errors` are the same as `errors` for peak memory; they have no measure.
+    `memory_errors` are the same as `errors` for peak memory; they have no measure. `audits` lists what the compiler
+    added to the chosen plans: unplanned collectives and involuntary rematerializations; and their idle devices.
     """
     return {
         "programs": len(stores),
@@ -45,6 +47,17 @@ def figures(stores: Sequence[Store]) -> dict[str, Any]:
             for row in _judged(store)
             if row.needed_bytes and row.predicted.get("memory_bytes")
         ),
+        "audits": _audits(stores),
+    }
+
+
+def _audits(stores: Sequence[Store]) -> dict[str, Any]:
+    """What the compiler added to the chosen plans: the number of audited programs, and the causes by program."""
+    audits = {store.case: store.notes["audit"] for store in stores if store.notes.get("audit")}
+    return {
+        "programs": len(audits),
+        **{name: {case: each[name] for case, each in audits.items() if each[name]} for name in UNASKED},
+        "idle": {store.case: store.notes["idle"] for store in stores if store.notes.get("idle")},
     }
 
 

@@ -1,8 +1,13 @@
 """The figures of the compiled corpus, from rows that are made up."""
 
 import pytest
+from bench_formulations import audited
 from corpus_figures import figures
 from plan_rows import Row, Store
+
+from autoshard.sharding.audit import Audit
+from autoshard.sharding.audit.traffic_diff import Unplanned
+from autoshard.sharding.hlo.rematerializations import Rematerialization
 
 
 def row(side, words, seconds, predicted, gib=8.0, predicted_gib=8.0, **step):
@@ -54,3 +59,28 @@ def test_each_measure_has_its_own_best_rows(tmp_path):
     assert found["cycles"]["regret"]["median"] == 0.0 and found["joined"]["regret"]["median"] == pytest.approx(0.5)
     assert found["joined"]["tau"] == -1.0  # tp is predicted as the slowest, the expert's fsdp as the fastest
     assert found["roofline"]["over_expert"]["programs"] == 0
+
+
+def test_what_the_compiler_added_is_listed_with_its_cause(tmp_path):
+    """An unplanned collective under 1 % of the traffic counts in the share only."""
+    audit = Audit(
+        "ok", wire_bytes=2.0**30,
+        unplanned=(
+            Unplanned("all-gather", ("fsdp",), "model.py:3 (step)", 2.0**28, 1.0, "a slice of a sharded dimension"),
+            Unplanned("all-reduce", ("dp",), "model.py:4 (step)", 2.0**20, 1.0, "small"),
+        ),
+        remarks=(Rematerialization("f32[8,128]", 4096.0, 0.0, 0.0, "from {dp} to {fsdp}", line="model.py:5 (step)"),),
+    )  # fmt: skip
+    found = audited(audit)
+    assert found["unplanned_share"] == pytest.approx(0.25 + 2**-10, abs=1e-4)
+    assert found["unplanned"] == ["all-gather 256.0 MiB model.py:3 (step): a slice of a sharded dimension"]
+    assert found["rematerializations"] == ["f32[8,128] model.py:5 (step): from {dp} to {fsdp}"]
+    one, other = store(tmp_path, "one", "fsdp:8"), store(tmp_path, "other", "dp:8")
+    one.notes |= {"audit": found, "idle": []}
+    other.notes |= {"audit": audited(Audit("ok")), "idle": ["only 4 of the 8 devices have work of their own"]}
+    assert figures([one, other, store(tmp_path, "third", "dp:8")])["audits"] == {
+        "programs": 2,
+        "unplanned": {one.case: found["unplanned"]},
+        "rematerializations": {one.case: found["rematerializations"]},
+        "idle": {other.case: other.notes["idle"]},
+    }
