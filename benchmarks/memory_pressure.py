@@ -1,0 +1,109 @@
+"""How a compiled step slows down when its memory comes close to the limit.
+
+    python benchmarks/memory_pressure.py [--target v5e:2x4]      compile the step at each share of the memory
+    python benchmarks/memory_pressure.py --show                  the stored rows, without compiling
+
+A scan over 16 layers of two matrices is planned under `fsdp:8`. It offloads the input of each layer. Its state has an
+array that nothing reads, whose size brings the planned peak to a share of the limit. Only that size differs between the
+rows. So a row that takes longer than the first one shows what XLA gives up for memory: overlap, or values that it
+computes again. Nothing runs. Rows are stored in `results/memory_pressure.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import common  # sets up the path and the devices first
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from plan_rows import Planned, Store
+from rich.console import Console
+from rich.table import Table
+
+from autoshard import Plan, plan
+from autoshard.sharding.audit.export import export_plan
+from autoshard.sharding.planner.bound_plan import bound_or_error
+
+STRATEGY, DEVICES = "fsdp:8", 8
+LAYERS, WIDTH, HIDDEN, ROWS = 16, 4096, 14336, 131072
+SHARES = (0.5, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97)  # planned peak over the limit
+COLUMNS = 1024  # of the array that fills the memory
+STORED = common.RESULTS / "memory_pressure.json"
+MEASURES = ("cycles", "roofline", "joined")
+
+_POLICY = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=["layer"], offload_src="device", offload_dst="pinned_host"
+)
+
+
+def step(state: tuple[Any, Any], x: jax.Array) -> tuple[Any, Any]:
+    """A step of gradient descent on residual layers of two matrices."""
+    weights, unread = state
+
+    def layer(h: jax.Array, w: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        h = checkpoint_name(h, "layer")
+        return h + jnp.tanh(h @ w[0]) @ w[1], None
+
+    def loss(weights: Any) -> jax.Array:
+        h, _ = jax.lax.scan(jax.checkpoint(layer, policy=_POLICY), x, weights)
+        return (h.astype(jnp.float32) ** 2).mean()
+
+    gradients = jax.grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - g.astype(w.dtype), weights, gradients), unread
+
+
+def made(target: str, unread_rows: int) -> Plan:
+    """Plan the step with an array of this many float32 rows on each device."""
+    shapes = (LAYERS, WIDTH, HIDDEN), (LAYERS, HIDDEN, WIDTH)
+    weights = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    unread = jax.ShapeDtypeStruct((DEVICES * unread_rows, COLUMNS), jnp.float32)
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    return plan(step, (weights, unread), x, target=target, plan=STRATEGY, donate_argnums=0)
+
+
+def compiled(store: Store) -> None:
+    """Plan, compile and store each share."""
+    store.begin()
+    least = made(store.target, 1)
+    for share in SHARES:
+        room = share * least.limit_bytes - least.estimate.peak_memory_bytes
+        planned = made(store.target, 1 + int(room / (COLUMNS * 4)))
+        options = planned.compiler_options.get("tpu", {})
+        estimate = planned.estimate
+        predicted = {"step": estimate.step_time_us / 1e6, "memory_bytes": estimate.peak_memory_bytes}
+        row = Planned(f"{share:.2f}", STRATEGY, planned.chosen, "host:layer", 1, None, predicted)
+        store.finish(row, options, export_plan(bound_or_error(planned.bound).executable, options))
+
+
+def show(store: Store) -> None:
+    """Print the stored rows. The share of the compiler counts all arguments and temporaries."""
+    table = Table(
+        "planned share", "compiler's share", *(f"{measure} ms" for measure in MEASURES), "exposed ms", "result"
+    )
+    for row in store.rows:
+        steps = [f"{row.step[measure] * 1e3:.0f}" if row.step else "" for measure in MEASURES]
+        share = f"{row.memory_bytes / row.limit_bytes:.3f}" if row.memory_bytes and row.limit_bytes else ""
+        exposed = f"{row.exposed['joined'] * 1e3:.0f}" if row.exposed else ""
+        table.add_row(row.side, share, *steps, exposed, row.kind)
+    Console(width=120).print(table)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Compile and print the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="v5e:2x4", help="a machine of 8 chips; default: v5e:2x4")
+    parser.add_argument("--timeout", type=float, default=3000.0, help="seconds after which a compiler is stopped")
+    parser.add_argument("--show", action="store_true", help="print the stored rows without compiling")
+    given = parser.parse_args(arguments)
+    store = Store.read(STORED) if given.show else Store(STORED.stem, given.target, STORED.parent, given.timeout)
+    if not given.show:
+        compiled(store)
+    show(store)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
