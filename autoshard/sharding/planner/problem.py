@@ -247,7 +247,7 @@ class PlanningProblem:
         """The best of all candidates that have the existing and fixed shardings, and all of them; see `search`."""
         pin = partial(self.with_fixed_shardings, existing=existing, fixed=fixed)
         return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
-                      self.machine.sizes, pin, counts, most_us)  # fmt: skip
+                      self.machine.sizes, pin, counts, most_us, self.traced.microbatches)  # fmt: skip
 
     def with_fixed_shardings(self, layouts: Any, existing: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
         """Those layouts in which the existing and fixed shardings are possible, with these written into them."""

@@ -1,0 +1,56 @@
+"""Pipelines that are given up because no plan of them is fast enough."""
+
+import math
+
+import pytest
+
+from autoshard.sharding.microbatches.too_slow import TooSlow
+from autoshard.sharding.planner.problem import PlanningProblem
+from autoshard.sharding.search.layout_search import search
+from autoshard.sharding.search.pipeline_floors import check_in_time, least_us
+from tests.sharding.cost.bounds.test_pipeline_time import MICROBATCHES, PROGRAMS, STAGES, layouts, problem
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
+def program(request):
+    return PROGRAMS[request.param]
+
+
+def checked(program, most_us):
+    """Return what a check raises; None if some plan may be fast enough."""
+    try:
+        check_in_time(layouts(*program), problem(*program).cost, MICROBATCHES, STAGES, most_us)
+    except TooSlow as found:
+        return found
+    return None
+
+
+def test_a_pipeline_is_given_up_if_the_least_bound_of_its_plans_is_too_long(program):
+    cost = problem(*program).cost
+    least = min(max(least_us(name, each, cost, MICROBATCHES, STAGES)) for name, each in layouts(*program))
+    assert checked(program, 1.001 * least) is None
+    slow = checked(program, 0.999 * least)
+    assert slow is not None and slow.least_us == pytest.approx(least) and not slow.is_final
+    idle = (MICROBATCHES + STAGES - 1) / MICROBATCHES
+    assert not checked(program, 1.001 * least / idle).is_final, "more microbatches leave less idle time"
+    slow = checked(program, 0.999 * least / idle)
+    assert slow.is_final and least / idle < slow.least_us <= least
+
+
+def test_a_check_prices_only_what_it_needs(program):
+    found = problem(*program)
+    names = [(name, each) for name, each in layouts(*program)]
+    cost = PlanningProblem(found.traced, found.machine, None).cost
+    rough = [next(least_us(name, each, cost, MICROBATCHES, STAGES)) for name, each in names]
+    with pytest.raises(TooSlow):
+        check_in_time(names, cost, MICROBATCHES, STAGES, 0.5 * min(rough))
+    assert not any(cost._memo), "the least times of kernels suffice"
+
+
+def test_a_search_of_a_pipeline_ends_early_if_it_has_a_bound(program):
+    found = problem(*program)
+    models = found.axes, found.roles, found.cost, found.memory, found.machine.target.devices, math.inf
+    best, _ = search(*models, microbatches=MICROBATCHES)
+    assert search(*models, most_us=2 * best.cost.step_time_us, microbatches=MICROBATCHES)[0].name == best.name
+    with pytest.raises(TooSlow):
+        search(*models, most_us=0.1 * best.cost.step_time_us, microbatches=MICROBATCHES)
