@@ -54,6 +54,7 @@ def search(
     counts: SearchCounts | None = None,
     most_us: float = math.inf,
     microbatches: int = 1,
+    slow: set[str] | None = None,
 ) -> tuple[Candidate, list[Candidate]]:
     """Search for the best layout.
 
@@ -69,6 +70,7 @@ def search(
         counts: is filled with the counts of this search.
         most_us: an upper bound of the step time in microseconds. Slower plans need not be priced.
         microbatches: the number of microbatches.
+        slow: see `check_in_time`.
 
     Returns:
         The best candidate, or the one with the smallest peak if none fits; and all candidates, fastest first.
@@ -83,7 +85,7 @@ def search(
     if mesh is None:
         layouts = distinct_layouts(layouts)
     if roles.stages is not None and math.isfinite(most_us):
-        check_in_time(layouts, cost, microbatches, axes.sizes[roles.stages], most_us)
+        check_in_time(layouts, cost, microbatches, axes.sizes[roles.stages], most_us, set() if slow is None else slow)
     promising = price_promising(layouts, partial(price, cost=cost, memory=memory), cost.least_us, limit, most_us)
     priced = _without_idle(promising, limit)
     counts = counts or SearchCounts()

@@ -24,11 +24,16 @@ from autoshard.sharding.search.time_floors import Race
 
 
 def check_in_time(
-    layouts: Sequence[tuple[str, Layout]], cost: CostModel, microbatches: int, stages: int, most_us: float
+    layouts: Sequence[tuple[str, Layout]],
+    cost: CostModel,
+    microbatches: int,
+    stages: int,
+    most_us: float,
+    slow: set[str],
 ) -> None:
     """Check that some plan of a pipeline may take at most `most_us` microseconds.
 
-    More microbatches leave less idle time, but no other work becomes less. So they do not help if the step takes too
+    More microbatches leave less idle time, but no other work becomes less. So they do not help a plan that takes too
     long even without its idle ticks.
 
     Args:
@@ -37,19 +42,24 @@ def check_in_time(
         microbatches: the number of microbatches.
         stages: the number of stages.
         most_us: an upper bound of the step time in microseconds. Slower plans are not needed.
+        slow: strategies that are too slow with this and every larger number of microbatches. The check leaves them out,
+            and adds to them if it raises.
 
     Raises:
-        TooSlow: none does.
+        TooSlow: no plan does.
     """
     enough_us = most_us * (microbatches + stages - 1) / microbatches
-    race = Race([least_us(*each, cost, microbatches, stages) for each in layouts])
-    found = 0.0
-    while plan := race.leader():
-        found = plan.least_us
-        if found > enough_us or race.is_complete():
-            break
-    if found > most_us:
-        raise TooSlow(found, found > enough_us)
+    tried = [each for each in layouts if each[0] not in slow]
+    race = Race([least_us(*each, cost, microbatches, stages) for each in tried])
+    complete: dict[str, float] = {}
+    while (plan := race.leader()) and plan.least_us <= enough_us:
+        if race.is_complete():
+            if plan.least_us <= most_us:
+                return
+            complete[tried[plan.number][0]] = plan.least_us
+    slow |= {name for name, _ in tried} - complete.keys()
+    if tried or slow:
+        raise TooSlow(min(complete.values(), default=enough_us), is_final=not complete)
 
 
 def least_us(name: str, layout: Layout, cost: CostModel, microbatches: int, stages: int) -> Iterator[float]:

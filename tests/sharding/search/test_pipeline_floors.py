@@ -19,7 +19,7 @@ def program(request):
 def checked(program, most_us):
     """Return what a check raises; None if some plan may be fast enough."""
     try:
-        check_in_time(layouts(*program), problem(*program).cost, MICROBATCHES, STAGES, most_us)
+        check_in_time(layouts(*program), problem(*program).cost, MICROBATCHES, STAGES, most_us, set())
     except TooSlow as found:
         return found
     return None
@@ -37,13 +37,27 @@ def test_a_pipeline_is_given_up_if_the_least_bound_of_its_plans_is_too_long(prog
     assert slow.is_final and least / idle < slow.least_us <= least
 
 
+def test_plans_that_more_microbatches_do_not_help_are_not_checked_again(program):
+    cost, names, idle = problem(*program).cost, layouts(*program), (MICROBATCHES + STAGES - 1) / MICROBATCHES
+    bounds = {name: max(least_us(name, each, cost, MICROBATCHES, STAGES)) for name, each in names}
+    most_us, slow = 0.99 * min(bounds.values()), set()
+    with pytest.raises(TooSlow) as found:
+        check_in_time(names, cost, MICROBATCHES, STAGES, most_us, slow)
+    assert slow == {name for name, bound in bounds.items() if bound > idle * most_us}
+    assert 0 < len(slow) < len(names) and not found.value.is_final
+    check_in_time(names, cost, MICROBATCHES, STAGES, math.inf, {*bounds} - {min(bounds, key=bounds.__getitem__)})
+    with pytest.raises(TooSlow) as found:
+        check_in_time(names, cost, MICROBATCHES, STAGES, math.inf, {*bounds})
+    assert found.value.is_final, "none is left"
+
+
 def test_a_check_prices_only_what_it_needs(program):
     found = problem(*program)
     names = [(name, each) for name, each in layouts(*program)]
     cost = PlanningProblem(found.traced, found.machine, None).cost
     rough = [next(least_us(name, each, cost, MICROBATCHES, STAGES)) for name, each in names]
     with pytest.raises(TooSlow):
-        check_in_time(names, cost, MICROBATCHES, STAGES, 0.5 * min(rough))
+        check_in_time(names, cost, MICROBATCHES, STAGES, 0.5 * min(rough), set())
     assert not any(cost._memo), "the least times of kernels suffice"
 
 

@@ -38,9 +38,9 @@ Timer = Callable[[ReshardKind, tuple[str, ...], float], tuple[float, bool]]
 
 Its arguments are the kind, the mesh axes, and the bytes of each device's operand."""
 Total = Callable[[Sequence[float], Sequence[float], float, float], float]
-"""Returns a bound from `kernels_us` and `hideable_us / r` of each stretch, and `exposed_us` of activations and of state.
+"""Returns a bound from `kernels_us` and `hideable_us / r` of each stretch, and two parts of `exposed_us`.
 
-State is parameters and gradients."""
+They are the collectives of activations, and those of parameters and gradients."""
 Runs = tuple[tuple[int, float], ...]
 """The stretches in which some operators run, each with the number of their runs in a step."""
 
