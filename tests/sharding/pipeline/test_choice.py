@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ class Made:
 
     def __init__(self, chosen, step, compute, fits=True, stages=1, schedule="1f1b", notes=()):
         estimate = SimpleNamespace(step_time_us=step, compute_us=compute, peak_memory_bytes=1.0)
+        self.layout = None
         self.plan = SimpleNamespace(chosen=chosen, estimate=estimate, fits=fits, stages=stages, schedule=schedule,
                                     microbatches=8, notes=notes)  # fmt: skip
 
@@ -121,9 +123,10 @@ def test_a_pipeline_that_is_too_slow_is_named_with_its_bound():
     assert "with pipelines: pp:2 1f1b (at least 1.50 ms); pp:4" in found.notes[-1]
 
 
-def tried_counts(outcomes):
+def tried_counts(outcomes: dict[int, Any]) -> Any:
     """The numbers of microbatches that "auto" tries, and its choice; outcomes: a time, or (bound, whether final)."""
     tried = []
+    cut: Any = lambda traced, count: count  # noqa: E731
 
     def planned(step):
         tried.append(step)
@@ -133,7 +136,7 @@ def tried_counts(outcomes):
         return Made(f"pp:2 x{step}", found, 1.0)
 
     try:
-        return tried, plan_in_microbatches(None, "auto", planned, lambda traced, count: count, 4).plan.chosen
+        return tried, plan_in_microbatches(cast(Any, None), "auto", planned, cut, 4).plan.chosen
     except TooSlow as found:
         return tried, found.least_us
 
@@ -155,7 +158,6 @@ def test_more_microbatches_are_tried_while_they_may_help(outcomes, expected):
 def test_a_gather_once_that_is_too_slow_is_named_with_its_bound(monkeypatch):
     monkeypatch.setattr("autoshard.sharding.pipeline.choice._axes_of_shards", lambda layout: ["fsdp"])
     made = Made("pp:2 fsdp:4", 1000.0, 300.0)
-    made.layout = None
 
     def once():
         raise TooSlow(1500.0, is_final=False)
