@@ -11,6 +11,6 @@ class TooSlow(Exception):  # noqa: N818 - an outcome, which the search handles i
         is_final: whether more microbatches do not help either.
     """
 
-    def __init__(self, least_us: float, is_final: bool):
-        super().__init__(f"a step takes at least {least_us:.0f} us")
+    def __init__(self, least_us: float = 0.0, is_final: bool = False):
+        super().__init__(least_us, is_final)  # which a copy gets, too
         self.least_us, self.is_final = least_us, is_final
