@@ -70,10 +70,10 @@ TPU_LANES = 128
 # of its experts, and two entries for each in a pipeline.
 MEMORY_CACHE_ENTRIES = 8192
 
-# Number of operator classes that are priced between two lower bounds of the time of a step (`least_time`). Only speed
-# depends on it. Source: chosen, not measured.
+# Number of operator classes that are priced between two lower bounds of the time of a step (`bounds.least_time`). Only
+# speed depends on it. Source: chosen, not measured.
 CLASSES_PER_BOUND = 4
 
-# Factor of lower bounds of the time of a step (`least_time`). It keeps them below the time despite the rounding of sums
-# in another order. Source: far above the rounding of double precision, far below differences that matter.
+# Factor of lower bounds of the time of a step (`bounds.least_time`). It keeps them below the time despite the rounding
+# of sums in another order. Source: far above the rounding of double precision, far below differences that matter.
 ROUNDING = 1 - 1e-9

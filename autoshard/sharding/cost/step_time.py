@@ -25,7 +25,7 @@ estimates are two to five times as long, by an irregular factor (`benchmarks/com
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -37,6 +37,8 @@ import numpy as np
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.axes.stored_values import sources_of
+from autoshard.sharding.cost.bounds.least_time import LeastTime
+from autoshard.sharding.cost.bounds.pipeline_time import PipelineTime
 from autoshard.sharding.cost.collectives import (
     Collective,
     LiveBuffers,
@@ -58,7 +60,6 @@ from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.gathers.constraint_moves import constraint_moves, constraints
 from autoshard.sharding.cost.gathers.early_gathers import EarlyGathers, Gathered
 from autoshard.sharding.cost.gathers.sequential_gathers import gathered_one_ahead
-from autoshard.sharding.cost.least_time import LeastTime
 from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory
 from autoshard.sharding.cost.overlap import Place
@@ -73,7 +74,7 @@ from autoshard.sharding.layout.operator_strategy import Move
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_declared
-from autoshard.spmdrules.core.placement import bytes_sent_per_byte
+from autoshard.spmdrules.core.placement import ReshardKind, bytes_sent_per_byte
 from autoshard.spmdrules.ir.program import Op
 
 _NONE: frozenset[int] = frozenset()
@@ -118,7 +119,7 @@ class CostModel:
         self.prices = OperatorPrices(axes, roles, target, fusion)
         self._memo: list[dict[int, Price]] = [{} for _ in self.classes]  # for each class: number of specs -> price
         self._canonical: WeakKeyDictionary[Layout, CanonicalLayout] = WeakKeyDictionary()
-        self._least_time = self._new_least_time()
+        self._least_time, self._pipeline_time = self._new_bounds()
         self._by_distinct: dict[frozenset[int], CostModel] = {}
         self._original: CostModel | None = None  # the model that was resized to this one
 
@@ -133,13 +134,14 @@ class CostModel:
         resized.prices = OperatorPrices(axes, self.roles, self.target, self.fusion)
         resized._memo, resized._by_distinct = [{} for _ in resized.classes], {}
         resized._canonical = WeakKeyDictionary()
-        resized._least_time = resized._new_least_time()
+        resized._least_time, resized._pipeline_time = resized._new_bounds()
         return resized
 
-    def _new_least_time(self) -> LeastTime:
+    def _new_bounds(self) -> tuple[LeastTime, PipelineTime]:
         least_us = partial(self.prices.least_us, devices=self.target.devices)
         hides = partial(is_hidden_on, self.target.chip)
-        return LeastTime(self.classes, self.stretches, least_us, hides)
+        common = self.classes, self.stretches, least_us
+        return LeastTime(*common), PipelineTime(*common, self.queries.has_ways, self.target.topology, hides)
 
     def __call__(self, layout: Layout) -> StepCost:
         """Return the cost of one step under `layout`."""
@@ -205,8 +207,39 @@ class CostModel:
         distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
         if distinct != self.distinct:
             return self._distinguishing(distinct).least_us(layout)
-        canonical = self._canonical[layout] = CanonicalLayout(layout, self.queries)  # kept until the layout is priced
-        return self._least_time(canonical, self.target.assign(layout.mesh), self._price, self._is_prefetchable)
+        assignment = self.target.assign(layout.mesh)
+
+        def timer(kind: ReshardKind, axes: tuple[str, ...], local_bytes: float) -> tuple[float, bool]:
+            links = assignment.links(kind, axes)
+            return links.time_us(local_bytes * links.factor), is_hidden_on(self.target.chip, links)
+
+        return self._least_time(self._form_of(layout), timer, self._price, self._is_prefetchable)
+
+    def least_of_pipelines_us(
+        self, layout: Layout, ways: Callable[[], Sequence[Layout]] | None, *, ticks: float, has_groups: bool
+    ) -> Iterator[float]:
+        """Yield lower bounds of the step time of pipelines with a layout, from low to high.
+
+        Args:
+            layout: the layout.
+            ways: returns the layout with each way of attention; None if it shards no sequence.
+            ticks: see `PipelineTime`.
+            has_groups: see `PipelineTime`.
+        """
+        distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
+        if distinct != self.distinct:
+            other = self._distinguishing(distinct)
+            return other.least_of_pipelines_us(layout, ways, ticks=ticks, has_groups=has_groups)
+        forms = None if ways is None else lambda: [self._form_of(each) for each in ways()]
+        some = self._form_of(layout), self._price, self._is_prefetchable, forms
+        return self._pipeline_time(*some, ticks=ticks, has_groups=has_groups)
+
+    def _form_of(self, layout: Layout) -> CanonicalLayout:
+        """Return the canonical form of a layout, which is kept until the layout is priced."""
+        found = self._canonical.get(layout)
+        if found is None:
+            found = self._canonical[layout] = CanonicalLayout(layout, self.queries)
+        return found
 
     def _distinguishing(self, distinct: frozenset[int]) -> CostModel:
         """Return this model for layouts that distinguish these inputs from similar ones."""

@@ -6,6 +6,7 @@ arguments, so equal arguments have equal strategies, whatever program they come 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,7 +50,8 @@ def known_strategy(
     found = _known.get(key)
     if found is None:
         if len(_known) >= MOST_KNOWN_STRATEGIES:
-            _known.clear()
+            for old in list(itertools.islice(_known, (len(_known) + 1) // 2)):
+                del _known[old]
         operands = OperandSpecs(rule.operands, operand_bytes, operand_specs, rule, mesh)
         results = OperandSpecs(rule.results, result_bytes, result_specs, rule, mesh)
         chosen = choose_strategy(rule, operands, results, mesh, flops, prices, forced)

@@ -21,7 +21,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.merged.merged_axes import merged_axes
 from autoshard.sharding.axes.roles import Role, Roles
-from autoshard.sharding.axes.stored_values import sources_of
+from autoshard.sharding.axes.stored_values import small_layers, sources_of
 from autoshard.sharding.axes.typical_inputs import typical_inputs
 from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES, LEAST_INPUT_FEATURES
 from autoshard.sharding.program.array_sizes import is_float, itemsize, nbytes
@@ -70,11 +70,11 @@ class Layout:
         """Value -> the input whose alias it is; empty if all inputs are stored as they are used."""
         if not self._stores_apart:
             return {}
-        aliases, staged = sources_of(self.axes, self.roles), self.axes.layer_dims
+        aliases = sources_of(self.axes, self.roles)
         if self.roles.gathers_once:
             return aliases
         # The stages gather small weights of all their layers at once.
-        small = {v for v in staged if v in aliases and self._layer_bytes(v) <= EARLY_GATHER_SLICE_BYTES}
+        small = {v for v in small_layers(self.axes, EARLY_GATHER_SLICE_BYTES) if v in aliases}
         return {v: source for v, source in aliases.items() if v not in small} if small else aliases
 
     @cached_property
@@ -86,17 +86,12 @@ class Layout:
         if not self._stores_apart or self.roles.gathers_once:
             return {}
         avals, aliases = self.axes.program.avals, self.axes.parameter_aliases
-        found = {v: itemsize(avals[v]) for v in self.axes.layer_dims
-                 if v in self.roles.inputs and self._layer_bytes(v) <= EARLY_GATHER_SLICE_BYTES}  # fmt: skip
-        for v in self.axes.layer_dims:
+        small = small_layers(self.axes, EARLY_GATHER_SLICE_BYTES)
+        found = {v: itemsize(avals[v]) for v in small if v in self.roles.inputs}
+        for v in self.axes.layer_dims if found else ():
             if (source := aliases.get(v)) in found:
                 found[source] = min(found[source], itemsize(avals[v]))
         return found
-
-    def _layer_bytes(self, value: int) -> float:
-        """The bytes of one layer of an alias that has the layers of the stages."""
-        aval, layer = self.axes.program.avals[value], self.axes.layer_dims[value]
-        return nbytes(aval) / math.prod(aval.shape[: aval.ndim - len(layer)])
 
     def spec(self, value: int) -> Spec:
         """The sharding with which a value is computed and used."""

@@ -7,8 +7,9 @@ are gathered in each microbatch. So the search ends when a number fits and the n
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard._tracebacks import users_stacklevel
@@ -16,6 +17,7 @@ from autoshard._units import bytes_text, time_text
 from autoshard.errors import PlanError
 from autoshard.sharding.microbatches.constants import GAIN, MOST_TRIALS
 from autoshard.sharding.microbatches.microbatching import AUTO, RowsNotDivided, with_microbatches
+from autoshard.sharding.microbatches.too_slow import TooSlow
 from autoshard.sharding.program.tracing import Traced
 
 
@@ -38,23 +40,36 @@ def plan_in_microbatches(
 
     Raises:
         PlanError: the step cannot be cut into this number.
+        TooSlow: no number has a plan that is fast enough.
     """
     if count != AUTO:
         return planned(cut(traced, int(count)))
     made: list[tuple[int, Any, list[Any]]] = []
-    reason = ""
+    reason, least_us = "", math.inf
+    slow: list[TooSlow] = []  # of the last numbers that were tried
     number, step = _cut_from(traced, cut, least)
     for _ in range(MOST_TRIALS):
         try:
-            number, step = _cut_from(traced, cut, 2 * number) if made else (number, step)
+            number, step = _cut_from(traced, cut, 2 * number) if made or slow else (number, step)
         except PlanError as error:
             reason = str(error).partition("): ")[2]
             break
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            made.append((number, planned(step), caught or []))
+            try:
+                made.append((number, planned(step), caught or []))
+                slow.clear()
+            except TooSlow as found:
+                slow.append(found.with_traceback(None))  # whose frames keep the program alive
+                least_us = min(least_us, found.least_us)
+        if slow:
+            if _are_enough(slow) or (made and made[-1][1].plan.fits):
+                break
+            continue
         if len(made) > 1 and made[-2][1].plan.fits and not _is_better(made[-1][1], made[-2][1]):
             break
+    if not made:
+        raise TooSlow(least_us, slow[-1].is_final)
     number, bound, caught = _best(made)
     for warning in caught:
         warnings.warn(warning.message, warning.category, stacklevel=users_stacklevel())
@@ -62,6 +77,11 @@ def plan_in_microbatches(
                for n, b, _ in made]  # fmt: skip
     text = f"microbatches='auto' compared {', '.join(figures)}, and chose {number}"
     return bound.where(notes=(*bound.plan.notes, f"{text}. {reason}" if reason else text))
+
+
+def _are_enough(slow: Sequence[TooSlow]) -> bool:
+    """Whether further numbers are not tried after some that were too slow: they do not help, or the last did not."""
+    return slow[-1].is_final or (len(slow) > 1 and slow[-1].least_us >= (1 - GAIN) * slow[-2].least_us)
 
 
 def _cut_from(traced: Traced, cut: Callable[[Traced, int], Traced], least: int) -> tuple[int, Traced]:

@@ -21,6 +21,7 @@ from typing import Any
 from autoshard.errors import PlanError, PlanRequestError
 from autoshard.sharding.layout.plan_request import STORING, parse_request
 from autoshard.sharding.microbatches.constants import GAIN
+from autoshard.sharding.microbatches.too_slow import TooSlow
 from autoshard.sharding.program.tracing import Traced
 
 # With groups, XLA:TPU all-reduces gradients that it would else reduce-scatter to shards of the state. A step of a Llama
@@ -127,7 +128,10 @@ class GroupedRows:
         grouped = with_replicas(self._traced, step.microbatches, cut=self._cut, replicas=groups.count)
         if grouped.replicas == 1:
             return made
-        other = self._planned(grouped, most_us=min(self._most_us, time) if fits else math.inf)
+        try:
+            other = self._planned(grouped, most_us=min(self._most_us, time) if fits else math.inf)
+        except TooSlow:
+            return made
         if other.plan.fits < fits or other.plan.estimate.step_time_us >= time:
             return _with_candidates_of(other, made)
         if other.plan.fits:

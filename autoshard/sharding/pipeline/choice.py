@@ -20,6 +20,7 @@ from autoshard._units import bytes_text, time_text
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.microbatches.constants import GAIN
+from autoshard.sharding.microbatches.too_slow import TooSlow
 from autoshard.sharding.pipeline.constants import MOST_MICROBATCHES, MOST_STAGE_COUNTS
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, SEARCHED
 from autoshard.sharding.pipeline.schedules import FORWARD_ONLY, LEAN
@@ -82,6 +83,9 @@ def plan_with_pipelines(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # this plan may not be chosen
                 made = staged(count, schedule, number, most_us)
+        except TooSlow as found:
+            tried.append(f"pp:{count} {schedule or DEFAULT} (at least {time_text(found.least_us)})")
+            return
         except PlanError as error:
             if microbatches != 1:
                 reason = str(error).partition("): ")[2] or error
@@ -156,6 +160,9 @@ def plan_with_gathers(repeat: Any, once: Callable[[], Any]) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `repeat` has the same warnings
             other = once()
+    except TooSlow as found:
+        text = f"compared gather={ONCE!r} (at least {time_text(found.least_us)}) with {REPEAT!r} ({_figures(repeat)})"
+        return repeat.where(notes=(*repeat.plan.notes, f"stages gather their layers again in each microbatch: {text}"))
     except PlanError as error:  # such as a fixed sharding that the groups of rows exclude
         reason = str(error).partition("): ")[2] or error
         return repeat.where(notes=(*repeat.plan.notes, f"gather={ONCE!r} is not possible: {reason}"))
@@ -200,7 +207,7 @@ def plan_with_schedules(planned: Callable[[str], Any], default: str, lean: Seque
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 made.append((word, planned(word), caught))
-        except PlanError:
+        except (PlanError, TooSlow):
             continue
         if made[-1][1].plan.fits:
             break

@@ -166,7 +166,7 @@ def plan_traced(
         def of_schedule(word: str) -> BoundPlan:
             cut = partial(with_stages, stages=number, schedule=word, numerics=numerics, gathers_once=gather == ONCE)
             least = number if schedule else LEAST_MICROBATCHES * number
-            groups = GroupedRows(rewritten, cut, planned, most_us, KIND_ERROR)
+            groups = GroupedRows(rewritten, cut, partial(planned, slow=set()), most_us, KIND_ERROR)
             try:
                 made = plan_in_microbatches(rewritten, AUTO, groups.planned, groups.cut, least)
             except RowsNotDivided:
@@ -211,6 +211,7 @@ def _plan_program(
     shortlist: Shortlist | None,
     strict: bool,
     most_us: float = math.inf,
+    slow: set[str] | None = None,
 ) -> BoundPlan:
     """Plans a traced function whose values are already assigned to device or host memory."""
     constraints = program_constraints(traced)
@@ -231,7 +232,7 @@ def _plan_program(
     if isinstance(plan, ShardingPlan):
         return rebind(problem, plan)
     wanted = plan, {problem.program.inputs[i]: s for i, s in existing.items()}, fixed or {}
-    candidate, others = problem.choose(*wanted, most_us)
+    candidate, others = problem.choose(*wanted, most_us, slow=slow)
     if not gather and not candidate.fits(problem.limit) and unrolled_layers.stages_of(problem.axes, problem.roles):
         lean = problem.gathering(SEQUENTIAL)
         found = lean.choose(*wanted)

@@ -196,6 +196,7 @@ class PlanningProblem:
         fixed: Mapping[str, Any],
         most_us: float = math.inf,
         *,
+        slow: set[str] | None = None,
         only_best: bool = False,
     ) -> tuple[Candidate, list[Candidate]]:
         """The best candidate, and all that were priced.
@@ -205,6 +206,7 @@ class PlanningProblem:
             existing: shardings that arrays already have.
             fixed: shardings that the user fixed.
             most_us: see `search`.
+            slow: see `search`.
             only_best: whether layouts of a requested strategy need not be priced if they are certainly slower than
                 another one that fits.
         """
@@ -220,7 +222,7 @@ class PlanningProblem:
             layouts = [(str(dict(requested)), table.resolve(self.axes, self.roles, m)) for m in meshes]
         self.existing, self.fixed = existing, fixed
         if layouts is None:
-            best, others = self.search(existing, fixed, self.search_counts, most_us)
+            best, others = self.search(existing, fixed, self.search_counts, most_us=most_us, slow=slow)
         else:
             layouts = self.with_fixed_shardings(layouts, existing, fixed)
             others: list[Candidate] = []
@@ -238,16 +240,12 @@ class PlanningProblem:
         return best, others
 
     def search(
-        self,
-        existing: Mapping[int, Spec],
-        fixed: Mapping[str, Any],
-        counts: SearchCounts | None = None,
-        most_us: float = math.inf,
+        self, existing: Mapping[int, Spec], fixed: Mapping[str, Any], counts: SearchCounts | None = None, **bounds: Any
     ) -> tuple[Candidate, list[Candidate]]:
-        """The best of all candidates that have the existing and fixed shardings, and all of them; see `search`."""
+        """The best of all candidates that have the existing and fixed shardings, and all; `bounds`: see `search`."""
         pin = partial(self.with_fixed_shardings, existing=existing, fixed=fixed)
         return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
-                      self.machine.sizes, pin, counts, most_us)  # fmt: skip
+                      self.machine.sizes, pin, counts, microbatches=self.traced.microbatches, **bounds)  # fmt: skip
 
     def with_fixed_shardings(self, layouts: Any, existing: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
         """Those layouts in which the existing and fixed shardings are possible, with these written into them."""

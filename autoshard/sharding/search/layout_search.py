@@ -36,6 +36,7 @@ from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_as
 from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, IDLE_SPEEDUP, LEAST_GAIN_OVER_KNOWN
 from autoshard.sharding.search.known_plans import known_plans
 from autoshard.sharding.search.local_search import hill_climb
+from autoshard.sharding.search.pipeline_floors import check_in_time
 from autoshard.sharding.search.sequence_ways import sequence_ways
 from autoshard.sharding.search.state_spread import spread_better
 from autoshard.sharding.search.time_floors import price_promising
@@ -52,6 +53,8 @@ def search(
     pin: Callable[[list[tuple[str, Layout]]], list[tuple[str, Layout]]] = lambda layouts: layouts,
     counts: SearchCounts | None = None,
     most_us: float = math.inf,
+    microbatches: int = 1,
+    slow: set[str] | None = None,
 ) -> tuple[Candidate, list[Candidate]]:
     """Search for the best layout.
 
@@ -66,9 +69,14 @@ def search(
         pin: writes the fixed shardings into layouts and returns those in which they are possible.
         counts: is filled with the counts of this search.
         most_us: an upper bound of the step time in microseconds. Slower plans need not be priced.
+        microbatches: the number of microbatches.
+        slow: see `check_in_time`.
 
     Returns:
         The best candidate, or the one with the smallest peak if none fits; and all candidates, fastest first.
+
+    Raises:
+        TooSlow: the program is a pipeline, and every plan of it takes more than `most_us` (`pipeline_floors`).
     """
     layouts = pin(list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices)))
     proposed = len(layouts)
@@ -76,6 +84,8 @@ def search(
     sharding_count = len(layouts)
     if mesh is None:
         layouts = distinct_layouts(layouts)
+    if roles.stages is not None and math.isfinite(most_us):
+        check_in_time(layouts, cost, microbatches, axes.sizes[roles.stages], most_us, set() if slow is None else slow)
     promising = price_promising(layouts, partial(price, cost=cost, memory=memory), cost.least_us, limit, most_us)
     priced = _without_idle(promising, limit)
     counts = counts or SearchCounts()

@@ -60,7 +60,7 @@ def price_promising(
         priced[n] = price(*layouts[n])
         wanted.add(*layouts[n], priced[n])
 
-    race = _Race(layouts, least_us)
+    race = Race([least_us(layout) for _, layout in layouts])
     bound_us = _bound_us((), limit, most_us)
     while (plan := race.leader()) and plan.least_us <= bound_us:
         if race.is_complete():
@@ -76,7 +76,7 @@ def price_promising(
 
 
 @shown
-class _Runner(NamedTuple):
+class Runner(NamedTuple):
     """A known plan that is not priced yet. Runners are ordered by their bounds.
 
     Attributes:
@@ -88,19 +88,18 @@ class _Runner(NamedTuple):
     number: int
 
 
-class _Race:
+class Race:
     """Known plans, ordered by lower bounds of their step times.
 
     Args:
-        layouts: the known plans.
-        least_us: see `price_promising`.
+        bounds: for each plan, its lower bounds in microseconds, from low to high.
     """
 
-    def __init__(self, layouts: Sequence[tuple[str, Layout]], least_us: Callable[[Layout], Iterator[float]]):
-        self._bounds = [least_us(layout) for _, layout in layouts]
-        self._heap = [_Runner(0.0, n) for n in range(len(layouts))]
+    def __init__(self, bounds: Sequence[Iterator[float]]):
+        self._bounds = bounds
+        self._heap = [Runner(0.0, n) for n in range(len(bounds))]
 
-    def leader(self) -> _Runner | None:
+    def leader(self) -> Runner | None:
         """Return the plan with the smallest bound; None if none is left."""
         return self._heap[0] if self._heap else None
 
@@ -111,7 +110,7 @@ class _Race:
         if found is None:
             self.drop()
             return True
-        heapq.heapreplace(self._heap, _Runner(found, number))
+        heapq.heapreplace(self._heap, Runner(found, number))
         return False
 
     def drop(self) -> None:

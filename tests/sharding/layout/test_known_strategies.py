@@ -53,6 +53,17 @@ def test_equal_operators_are_chosen_once(monkeypatch):
     assert known_strategies.known_strategy(*FIRST) is found
 
 
+def test_the_newest_strategies_stay_known_when_there_is_no_more_room(monkeypatch):
+    monkeypatch.setattr(known_strategies, "MOST_KNOWN_STRATEGIES", 4)
+    monkeypatch.setattr(known_strategies, "_known", {})
+    cases = [(*FIRST[:6], flops, LINKS) for flops in (1e6, 2e6, 3e6, 4e6, 5e6)]
+    found = [known_strategies.known_strategy(*case) for case in cases]
+    monkeypatch.setattr(known_strategies, "choose_strategy", None)
+    assert [known_strategies.known_strategy(*case) for case in cases[2:]] == found[2:]
+    with pytest.raises(TypeError):  # the oldest would be chosen again
+        known_strategies.known_strategy(*cases[0])
+
+
 def test_equal_machines_have_the_same_prices():
     assert find_target("v5e:2x4").link_prices is find_target("v5e:2x4").link_prices
     assert find_target("v5e:2x4").link_prices is not find_target("v5e:2x2").link_prices

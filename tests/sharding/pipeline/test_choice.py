@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,15 @@ import pytest
 from autoshard import plan
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.microbatches.choice import plan_in_microbatches
 from autoshard.sharding.microbatches.constants import GAIN
-from autoshard.sharding.pipeline.choice import plan_with_pipelines, stage_counts
+from autoshard.sharding.microbatches.too_slow import TooSlow
+from autoshard.sharding.pipeline.choice import (
+    plan_with_gathers,
+    plan_with_pipelines,
+    plan_with_schedules,
+    stage_counts,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +35,7 @@ class Made:
 
     def __init__(self, chosen, step, compute, fits=True, stages=1, schedule="1f1b", notes=()):
         estimate = SimpleNamespace(step_time_us=step, compute_us=compute, peak_memory_bytes=1.0)
+        self.layout = None
         self.plan = SimpleNamespace(chosen=chosen, estimate=estimate, fits=fits, stages=stages, schedule=schedule,
                                     microbatches=8, notes=notes)  # fmt: skip
 
@@ -101,3 +110,66 @@ def test_a_pipeline_across_slices_needs_no_request():
     made = plan(step, (up, down), x, target="v5e:4x4*4", donate_argnums=0)
     assert made.stages == 4 and made.microbatches >= 4
     assert "with pipelines: pp:2" in made.notes[-1]
+
+
+def test_a_pipeline_that_is_too_slow_is_named_with_its_bound():
+    def staged(stages, schedule, number, most_us):
+        if stages == 2:
+            raise TooSlow(1500.0, is_final=True)
+        return Made(f"pp:{stages}", 900.0, 300.0, stages=stages, schedule=schedule or "1f1b")
+
+    found = plan_with_pipelines([2, 4], 1, lambda: Made("dp:8", 1000.0, 300.0), staged).plan
+    assert found.chosen == "pp:4"
+    assert "with pipelines: pp:2 1f1b (at least 1.50 ms); pp:4" in found.notes[-1]
+
+
+def tried_counts(outcomes: dict[int, Any]) -> Any:
+    """The numbers of microbatches that "auto" tries, and its choice; outcomes: a time, or (bound, whether final)."""
+    tried = []
+    cut: Any = lambda traced, count: count  # noqa: E731
+
+    def planned(step):
+        tried.append(step)
+        found = outcomes[step]
+        if isinstance(found, tuple):
+            raise TooSlow(*found)
+        return Made(f"pp:2 x{step}", found, 1.0)
+
+    try:
+        return tried, plan_in_microbatches(cast(Any, None), "auto", planned, cut, 4).plan.chosen
+    except TooSlow as found:
+        return tried, found.least_us
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ({4: (900.0, True)}, ([4], 900.0)),
+        ({4: (900.0, False), 8: (895.0, False)}, ([4, 8], 895.0)),  # more microbatches gain nothing
+        ({4: (900.0, False), 8: (800.0, False), 16: (790.0, False)}, ([4, 8, 16], 790.0)),
+        ({4: (900.0, False), 8: 700.0, 16: 600.0, 32: 650.0}, ([4, 8, 16, 32], "pp:2 x16")),
+        ({4: 700.0, 8: (710.0, False)}, ([4, 8], "pp:2 x4")),
+    ],
+)
+def test_more_microbatches_are_tried_while_they_may_help(outcomes, expected):
+    assert tried_counts(outcomes) == expected
+
+
+def test_a_gather_once_that_is_too_slow_is_named_with_its_bound(monkeypatch):
+    monkeypatch.setattr("autoshard.sharding.pipeline.choice._axes_of_shards", lambda layout: ["fsdp"])
+    made = Made("pp:2 fsdp:4", 1000.0, 300.0)
+
+    def once():
+        raise TooSlow(1500.0, is_final=False)
+
+    found = plan_with_gathers(made, once)
+    assert found is made and "compared gather='once' (at least 1.50 ms) with 'repeat'" in found.plan.notes[-1]
+
+
+def test_a_schedule_that_is_too_slow_is_left_out():
+    def planned(word):
+        if word == "ftb":
+            raise TooSlow(1500.0, is_final=False)
+        return Made("pp:2", 1000.0, 300.0, fits=False, schedule=word)
+
+    assert plan_with_schedules(planned, "1f1b", ("ftb",)).plan.schedule == "1f1b"

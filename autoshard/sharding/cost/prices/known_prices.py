@@ -26,6 +26,15 @@ _prices: dict[Any, Price] = {}
 _counter = itertools.count()  # no number is used again, because models keep the numbers of their classes
 
 
+def _forget_half(needed: int) -> None:
+    """Forget the older half of the prices, and the numbers of operator classes without prices, except `needed`."""
+    for old in list(itertools.islice(_prices, (len(_prices) + 1) // 2)):
+        del _prices[old]
+    kept = {needed, *(number for number, *_ in _prices)}
+    for key in [key for key, (number, _) in _numbers.items() if number not in kept]:
+        del _numbers[key]
+
+
 class KnownPrices:
     """The prices that the operator classes of one program share with other programs on the same machine.
 
@@ -58,8 +67,7 @@ class KnownPrices:
         found = _prices.get(key)
         if found is None:
             if len(_prices) >= MOST_KNOWN_PRICES:
-                _prices.clear()
-                _numbers.clear()
+                _forget_half(number)
             found = _prices[key] = compute()
         return found
 

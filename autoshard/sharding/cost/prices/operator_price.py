@@ -34,6 +34,7 @@ from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_
 from autoshard.spmdrules.core.placement import Spec, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule_builder import GROUPS
 from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
+from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of
 from autoshard.spmdrules.ir.program import Op
 
 _REDUCTIONS = ("reduce-scatter", "all-reduce")
@@ -125,11 +126,15 @@ class OperatorPrices:
     def least_us(self, op_class: OperatorClass, devices: int) -> float:
         """Return the least microseconds of one run of a class's kernel under any layout.
 
-        Its work is divided over all devices. Declared operators count as 0, because they state the cost of a shard.
+        Its work is divided over all devices. Declared operators state the cost of a shard, so they count as 0. But the
+        work of attention that can run over a sharded sequence does not become less by sharding.
         """
-        known, facts = self._known_of(op_class.op), op_class.facts(self.axes, self.fusion)
+        op = op_class.op
+        known, facts = self._known_of(op), op_class.facts(self.axes, self.fusion)
         if known.is_declared:
-            return 0.0
+            types = [v.aval for v in op.eqn.invars]
+            costs = declared_costs(op.eqn, types) if sequence_forms_of(op.eqn.params, types) is not None else ()
+            return sum(declared_us(cost, self.target.chip) for cost in costs) / devices
         shards = [(whole / devices * narrow, on_chip) for _, whole, narrow, on_chip in facts.memory]
         return max(self._transfer_us(shards), known.busy_s / devices * 1e6)
 

@@ -67,3 +67,17 @@ def test_the_number_of_prices_is_bounded(monkeypatch):
     first = planned()
     assert 0 < len(known_prices._prices) <= 2
     assert planned().estimate == first.estimate
+
+
+def test_the_newest_prices_stay_known_when_there_is_no_more_room(monkeypatch, computed):
+    first = planned(rows=2 * ROWS)
+    count = len(known_prices._prices)
+    other = planned()
+    assert len(known_prices._prices) > count
+    monkeypatch.setattr(known_prices, "MOST_KNOWN_PRICES", len(known_prices._prices))
+    planned(dtype="bfloat16")
+    assert len(known_prices._numbers) < len(known_prices._prices) + count, "numbers without prices are forgotten, too"
+    computed.clear()
+    assert planned(dtype="bfloat16") and not computed
+    assert (planned().estimate, planned(rows=2 * ROWS).estimate) == (other.estimate, first.estimate)
+    assert computed, "the oldest prices are computed again"

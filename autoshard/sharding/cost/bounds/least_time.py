@@ -29,11 +29,18 @@ from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout, Nam
 from autoshard.sharding.cost.prices.price import Price
 from autoshard.sharding.cost.stretches import Stretches
 from autoshard.sharding.layout.operator_strategy import Move
-from autoshard.sharding.machines.device_assignments import DeviceAssignment
-from autoshard.sharding.machines.links import Links
+from autoshard.spmdrules.core.placement import ReshardKind
 from autoshard.spmdrules.ir.program import Op
 
 Pricer = Callable[[int, OperatorClass, CanonicalLayout], tuple[Price, Names]]
+Timer = Callable[[ReshardKind, tuple[str, ...], float], tuple[float, bool]]
+"""Returns the microseconds of a collective and whether compute can hide it if it moves parameters or gradients.
+
+Its arguments are the kind, the mesh axes, and the bytes of each device's operand."""
+Total = Callable[[Sequence[float], Sequence[float], float, float], float]
+"""Returns a bound from `kernels_us` and `hideable_us / r` of each stretch, and two parts of `exposed_us`.
+
+They are the collectives of activations, and those of parameters and gradients."""
 Runs = tuple[tuple[int, float], ...]
 """The stretches in which some operators run, each with the number of their runs in a step."""
 
@@ -45,7 +52,6 @@ class LeastTime:
         classes: the operator classes of the program.
         stretches: its stretches.
         least_us: the least microseconds of one run of a class's kernel under any layout.
-        hides: whether compute can hide a collective of parameters or gradients on these links.
     """
 
     def __init__(
@@ -53,9 +59,8 @@ class LeastTime:
         classes: Sequence[OperatorClass],
         stretches: Stretches,
         least_us: Callable[[OperatorClass], float],
-        hides: Callable[[Links], bool],
     ):
-        self._classes, self._stretches, self._hides = classes, stretches, hides
+        self._classes, self._stretches = classes, stretches
         self._runs = [self._runs_of(each.members) for each in classes]
         self._least_once = [least_us(each) for each in classes]
         self._least = [0.0] * (int(stretches.number.max(initial=0)) + 1)
@@ -83,23 +88,27 @@ class LeastTime:
     def __call__(
         self,
         canonical: CanonicalLayout,
-        assignment: DeviceAssignment,
+        timer: Timer,
         price: Pricer,
         is_state: Callable[[Op, Move], bool],
+        total_us: Total | None = None,
     ) -> Iterator[float]:
         """Yield lower bounds in microseconds, from low to high. The last one counts the prices of all operators.
 
         Args:
             canonical: the layout.
-            assignment: its device assignment.
+            timer: gives the time of collectives.
             price: prices one run of the operator of a class, given the number of the class and the class.
             is_state: whether an array that an operator moves is a parameter or a gradient.
+            total_us: the bound. By default, it is the one above.
         """
-        kernels, hideable, exposed = self._least.copy(), [0.0] * len(self._least), 0.0
+        total_us = total_us or _total_us
+        kernels, hideable = self._least.copy(), [0.0] * len(self._least)
+        exposed = [0.0, 0.0]  # of activations, and of state
         moved = _Moved(self._sharers)
         left, done, ranked = [*range(len(self._classes))], 0, 0
         while left:
-            yield ROUNDING * (exposed + sum(map(max, kernels, hideable)))
+            yield ROUNDING * total_us(kernels, hideable, *exposed)
             if done >= 2 * ranked:  # the excess under other layouts may be known by now
                 means = {number: self._excess[number] / self._layouts[number] for number in left}
                 left, ranked = sorted(left, key=means.__getitem__, reverse=True), max(done, 1)
@@ -114,14 +123,13 @@ class LeastTime:
                     if move.hops:  # on a ring, beside the compute of its own operator
                         continue
                     axes = tuple([a for name in move.axes for a in names[name]])
-                    links = assignment.links(move.kind, axes)
-                    once_us = links.time_us(move.local_bytes * links.factor)
-                    is_hideable = self._hides(links) and self._is_of_state(number, move, is_state)
+                    once_us, hides = timer(move.kind, axes, move.local_bytes)
+                    of_state = self._is_of_state(number, move, is_state)
                     if move.array < 0:
-                        moved.charged.append(_Charge(self._runs[number], once_us, is_hideable))
+                        moved.charged.append(_Charge(self._runs[number], once_us, of_state, hides and of_state))
                         continue
                     for operands in self._classes[number].shared[move.array]:
-                        charge = _Charge(self._runs_of_operands(operands), once_us, is_hideable)
+                        charge = _Charge(self._runs_of_operands(operands), once_us, of_state, hides and of_state)
                         moved.add(number, operands.number, (move.kind, axes), charge)
                 moved.settle(number, self._shared[number])
                 for charge in moved.charged:
@@ -130,12 +138,12 @@ class LeastTime:
                         if charge.is_hideable:
                             hideable[stretch] += charge.once_us * count / self._ratios[stretch]
                         else:
-                            exposed += charge.once_us * count
+                            exposed[charge.of_state] += charge.once_us * count
                 moved.charged.clear()
                 self._excess[number] += excess
                 self._layouts[number] += 1
             done += len(some)
-        yield ROUNDING * (exposed + sum(map(max, kernels, hideable)))
+        yield ROUNDING * total_us(kernels, hideable, *exposed)
 
     def _is_of_state(self, number: int, move: Move, is_state: Callable[[Op, Move], bool]) -> bool:
         """Return whether a collective of an operator class moves a parameter or a gradient."""
@@ -164,13 +172,27 @@ class LeastTime:
         return np.where(most > 0, most / fewest, 1.0).tolist()
 
 
+def _total_us(
+    kernels: Sequence[float], hideable: Sequence[float], exposed_activations: float, exposed_state: float
+) -> float:
+    return exposed_activations + exposed_state + sum(map(max, kernels, hideable))
+
+
 @shown
 @dataclass(frozen=True)
 class _Charge:
-    """The time of a collective: how often it runs, microseconds of one run, and whether compute can hide it."""
+    """The time of a collective.
+
+    Attributes:
+        runs: how often it runs.
+        once_us: microseconds of one run.
+        of_state: whether it moves parameters or gradients.
+        is_hideable: whether compute can hide it.
+    """
 
     runs: Runs
     once_us: float
+    of_state: bool
     is_hideable: bool
 
 
