@@ -3,8 +3,9 @@
 batch       the leading axis of an input that occurs in most activations, by bytes; no parameter has it
 parameter   an input without the batch axis that is an operand of an operator with it (contraction, gather, broadcast).
             Integers are parameters if they are codes of a quantized weight: a matrix that a product with the batch
-            takes, or a table of the state. Numbers of the rows of a table are not codes, unless they have 8 bits
-optimizer   any other array of the state; it only occurs beside values of its own shape
+            takes, or a table of the state. Numbers of the rows of a table are not codes, unless they have 8 bits.
+            Booleans of the state that such a product takes are masks of weights, and parameters, too
+optimizer   any other floats of the state, and codes of 8 bits; they only occur beside values of their own shape
 parallel    axes that one weight produces and another one contracts (heads, ffn, experts, vocabulary): tensor
             parallelism shards them. `residual` is the axis that these weights start from and return to. If a large
             part of the weights has no such axis, `weight_cover` adds further axes, perhaps also the residual
@@ -176,7 +177,7 @@ def find_roles(
         counting = {c for v in data for dim in _before(axes, v, batch) for c in axes.of_value[v][dim]}
         sequence = {c: None for c in sequence if c not in counting}
     gradients = _gradients(program, axes, batch) - dispatched | _stacked_terms(program, axes, replicas)
-    computed = computed_weights(axes, {*parameters}, has_batch, gradients) if batch is not None else {}
+    computed = computed_weights(axes, inputs, has_batch, gradients) if batch is not None else {}
     if batch in use.attended and _has_one_row(axes, inputs, batch, max(single_rows, 1)):
         sequence = {batch: None, **sequence}
     return Roles(
@@ -362,11 +363,11 @@ def _input_roles(
     for v in program.inputs:
         aval = program.avals[v]
         is_table = v in codes - positions and sum(n > 1 for n in aval.shape) > 1
-        if is_table and not has_batch[v] and is_integer(aval):
+        if is_table and not has_batch[v] and (is_integer(aval) or (aval.dtype == bool and v in state)):
             roles[v] = "parameter"
         elif has_batch[v] or (v not in state and not is_float(aval) and aval.ndim):
             roles[v] = "data"
-        elif not aval.ndim or not is_float(aval):
+        elif not aval.ndim or not (is_float(aval) or (itemsize(aval) == 1 and v not in parameters)):
             roles[v] = "other"
         elif v in parameters:
             roles[v] = "parameter"

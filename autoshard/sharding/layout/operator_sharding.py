@@ -67,15 +67,15 @@ def spec_function(axes: LogicalAxes, roles: Roles, value: int) -> Callable[[Layo
 def result_spec(layout: Layout, op: Op, value: int) -> Spec:
     """The wanted sharding of the result of a decision point.
 
-    It is the stored sharding of its state for a gradient and for the weights of a stage's layers, which the stage
-    gathers one by one. It is the computed sharding for any other result.
+    It is the stored sharding of its state for a gradient, for what is decoded from the optimizer's state, and for the
+    weights of a stage's layers, which the stage gathers one by one. It is the computed sharding for any other result.
     """
     return wanted_spec_of(layout.axes, layout.roles, op, value)(layout, value)
 
 
 def wanted_spec_of(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> Callable[[Layout, int], Spec]:
     """The function that gives the wanted sharding of the result of a decision point, see `result_spec`."""
-    if op.name in TO_STAGES and value in axes.parameter_aliases:
+    if value in roles.computed_weights or (op.name in TO_STAGES and value in axes.parameter_aliases):
         return operand_spec
     return gradient_spec_of if is_stored_gradient(axes, roles, op, value) else Layout.spec
 
@@ -83,9 +83,12 @@ def wanted_spec_of(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> Calla
 def is_stored_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
     """Whether the result of an operator is a gradient that is wanted as its state is stored.
 
-    That is a gradient where it is summed, and the gradients of layers that the stages give back. If a group of rows has
-    one row of each microbatch, the replicas are the batch.
+    That is a gradient where it is summed, the gradients of layers that the stages give back, and what is looked up by
+    numbers that are computed from gradients, such as new codes. If a group of rows has one row of each microbatch, the
+    replicas are the batch.
     """
+    if op.name == "gather" and value in roles.gradients and op.operands[1] in roles.gradients:
+        return True
     if op.name in LAYER_STACKS and (value in roles.gradients or (roles.replicas,) in axes.of_value[value]):
         return True
     return is_gradient(axes, roles, op, value)
