@@ -30,6 +30,8 @@ from autoshard.sharding.axes.constants import MAX_FUSED_WEIGHTS
 from autoshard.sharding.axes.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.weights.computed_weights import computed_weights, rearranged_weights
+from autoshard.sharding.axes.weights.decoded_weights import decoded_weights
+from autoshard.sharding.axes.weights.transposed_gradients import transposed_gradients
 from autoshard.sharding.axes.weights.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float, is_integer, itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
@@ -71,6 +73,7 @@ class Roles:
         gradients: values that are sums over the batch, and values computed from them without the batch.
         computed_weights: weights that are computed from a parameter -> the parameter (`weights.computed_weights`).
         rearranged_weights: the computed weights that are transposed or reshaped -> the value before that.
+        decoded_weights: values that are computed from gathered codes and scales (`weights.decoded_weights`).
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
         stages: the axis of a pipeline's stages, if there is one.
@@ -98,6 +101,7 @@ class Roles:
     gradients: frozenset[int] = frozenset()
     computed_weights: Mapping[int, int] = field(default_factory=dict)
     rearranged_weights: Mapping[int, int] = field(default_factory=dict)
+    decoded_weights: frozenset[int] = frozenset()
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     dispatched: frozenset[int] = frozenset()
     dispatched_rows: tuple[int, ...] = ()
@@ -178,6 +182,7 @@ def find_roles(
         sequence = {c: None for c in sequence if c not in counting}
     gradients = _gradients(program, axes, batch) - dispatched | _stacked_terms(program, axes, replicas)
     computed = computed_weights(axes, inputs, has_batch, gradients) if batch is not None else {}
+    decoded = decoded_weights(axes, parameters, computed, has_batch, gradients) if batch is not None else frozenset()
     if batch in use.attended and _has_one_row(axes, inputs, batch, max(single_rows, 1)):
         sequence = {batch: None, **sequence}
     return Roles(
@@ -197,7 +202,8 @@ def find_roles(
         gradients=gradients,
         computed_weights=computed,
         rearranged_weights=rearranged_weights(axes, computed),
-        transposed_gradients=_transposed_gradients(program, gradients),
+        decoded_weights=decoded,
+        transposed_gradients=transposed_gradients(program, gradients),
         stages=stages,
         within_stages=frozenset() if stages is None else _axes_beside(axes, stages),
         replicas=replicas,
@@ -245,16 +251,6 @@ def _sequence(dim: Sequence[int], stacked: frozenset[int]) -> Sequence[int]:
     if len(dim) > 1 and dim[0] in stacked:
         return dim[:1]
     return [c for c in dim if c not in stacked]
-
-
-def _transposed_gradients(program: Program, gradients: frozenset[int]) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """Gradients whose only use is a transpose -> its result and its permutation."""
-    uses = Counter(v for op in program.ops() for v in op.operands)
-    return {
-        op.operands[0]: (op.results[0], tuple(op.eqn.params["permutation"]))
-        for op in program.ops()
-        if op.name == "transpose" and op.operands[0] in gradients and uses[op.operands[0]] == 1
-    }
 
 
 def is_of_one_row(axes: LogicalAxes, roles: Roles) -> bool:

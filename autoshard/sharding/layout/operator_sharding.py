@@ -73,9 +73,17 @@ def result_spec(layout: Layout, op: Op, value: int) -> Spec:
     return wanted_spec_of(layout.axes, layout.roles, op, value)(layout, value)
 
 
+def computed_weight_spec(layout: Layout, value: int) -> Spec:
+    """The sharding in which a computed weight is computed, even if its parameter was gathered before a loop."""
+    source = layout.aliased_inputs.get(value)
+    return layout.spec(value) if source is None else layout.alias_spec(source, value)
+
+
 def wanted_spec_of(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> Callable[[Layout, int], Spec]:
     """The function that gives the wanted sharding of the result of a decision point, see `result_spec`."""
-    if value in roles.computed_weights or (op.name in TO_STAGES and value in axes.parameter_aliases):
+    if value in roles.computed_weights:
+        return computed_weight_spec
+    if op.name in TO_STAGES and value in axes.parameter_aliases:
         return operand_spec
     return gradient_spec_of if is_stored_gradient(axes, roles, op, value) else Layout.spec
 
@@ -192,6 +200,15 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
             if moves_axis(spec, wanted) or (spec != wanted and v in inputs):
                 found[i] = spec
     return found
+
+
+def gathered_scales(layout: Layout, op: Op) -> dict[int, Spec]:
+    """Return the stored operands that are gathered before a weight is decoded (`weights.decoded_weights`)."""
+    if layout.roles.decoded_weights.isdisjoint(op.results):
+        return {}
+    stored = [i for i, v in enumerate(op.operands) if v in layout.roles.inputs or v in layout.aliased_inputs]
+    specs = {i: layout.spec(op.operands[i]) for i in stored}
+    return {i: spec for i, spec in specs.items() if spec != operand_spec(layout, op.operands[i])}
 
 
 def transfer_bytes(axes: LogicalAxes, op: Op) -> list[float]:
