@@ -14,7 +14,6 @@ listed here, too.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
@@ -53,7 +52,7 @@ def computed_weights(
                 found[tie.inner] = sources[tie.inner] = found[tie.outer]
         if op.blocks or op.rule is None or len(op.results) != 1:
             continue
-        if is_decision_point(op) and sources.get(_codes(op)) not in moments:
+        if is_decision_point(op) and sources.get(_codes(op), -1) not in moments:
             continue
         (result,) = op.results
         if result in sources or has_batch[result] or result in gradients:
@@ -80,11 +79,11 @@ def rearranged_weights(axes: LogicalAxes, computed: Mapping[int, int]) -> dict[i
     return found
 
 
-def _codes(op: Op) -> int | None:
-    """The operand that an operator may decode: by arithmetic, or as numbers of the rows of a table of values."""
+def _codes(op: Op) -> int:
+    """The operand that an operator may decode: by arithmetic, or as numbers of the rows of a table. -1 if none."""
     if op.name == "gather":
         return op.operands[1]
-    return op.operands[0] if decodes(op) else None
+    return op.operands[0] if decodes(op) else -1
 
 
 def _source_operand(axes: LogicalAxes, op: Op, result: int, sources: Mapping[int, int]) -> int | None:
@@ -96,12 +95,12 @@ def _source_operand(axes: LogicalAxes, op: Op, result: int, sources: Mapping[int
 def _has_same_axes(own: Leaves, others: Leaves) -> bool:
     """Whether two values have the same logical axes, perhaps in another order or in other dimensions.
 
-    If two dimensions of a value have the same logical axis, only their order tells them apart, so it must be the same.
+    If a value has the same logical axis twice, only their order tells them apart, so it must be the same.
 
     >>> _has_same_axes(((1,), (2,)), ((2, 1),)), _has_same_axes(((1,), (1,), (2,)), ((2,), (1,), (1,)))
     (True, False)
     """
-    if own == others:
-        return any(own)
-    classes = Counter(c for dim in own for c in dim)
-    return bool(classes) and max(classes.values()) == 1 and classes == Counter(c for dim in others for c in dim)
+    flat, classes = [c for dim in own for c in dim], [c for dim in others for c in dim]
+    if flat == classes:
+        return bool(flat)
+    return len({*flat}) == len(flat) and sorted(flat) == sorted(classes)

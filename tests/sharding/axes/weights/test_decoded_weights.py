@@ -56,9 +56,8 @@ def step_and_inputs(coding):
     return step, (state, drawn.normal(size=(128, ROWS)).astype("float32"))
 
 
-@pytest.mark.parametrize("coding", CODINGS)
-def test_codes_and_scales_are_gathered_but_not_the_decoded_weight(coding):
-    step, given = step_and_inputs(coding)
+def check_gathers(step, given):
+    """Check that the compiled step gathers each array of its state once, as its plan says, and nothing else."""
     made = plan(step, *given, plan="fsdp:8")
     gathered = re.findall(r"= (\w+)\[([\d,]+)\]\S* all-gather\(", made.jit().lower(*given).compile().as_text())
     sizes = {"f32": 4, "u8": 1}
@@ -66,6 +65,27 @@ def test_codes_and_scales_are_gathered_but_not_the_decoded_weight(coding):
     assert compiled == sorted(array.nbytes for array in jax.tree.leaves(given[0]))
     planned = sum(sent for kind, _, sent, _ in made.traffic if kind == "all-gather")
     assert planned == sum(compiled) * 7 / 8
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_codes_and_scales_are_gathered_but_not_the_decoded_weight(coding):
+    check_gathers(*step_and_inputs(coding))
+
+
+def test_blocks_of_a_square_weight_are_gathered_as_codes():
+    """Both dimensions of the weight are the same logical axes, and the blocks divide one of them."""
+
+    def step(state, x):
+        def loss(w):
+            y = x + jnp.tanh(x @ w) @ w.T
+            square = state["codes"].reshape(COLUMNS, -1, BLOCK) * state["scale"][..., None]
+            return jnp.mean((y + y @ square.reshape(COLUMNS, COLUMNS)) ** 2)
+
+        return {**state, "w": state["w"] - 0.1 * jax.grad(loss)(state["w"])}, x.sum()
+
+    codes, scale = np.ones((COLUMNS, COLUMNS), "uint8"), np.ones((COLUMNS, COLUMNS // BLOCK), "float32")
+    state = {"w": np.ones((COLUMNS, ROWS), "float32"), "codes": codes, "scale": scale}
+    check_gathers(step, (state, np.ones((128, COLUMNS), "float32")))
 
 
 @pytest.mark.parametrize("words", ["fsdp:8", "fsdp:2 tp:4", "tp:8", "zero1:8"])
