@@ -49,9 +49,11 @@ def batch_axis(
     candidates = {c for c in candidates if c in among} or candidates
     candidates = candidates - _square(program, axes) or candidates
     if not candidates and state:
-        # integers beside the state, such as positions, are data, and so is a leaf of the state that has all their axes
+        # integers beside the state, such as positions, are data, and so is a leaf of the state that has all their axes;
+        # if no operator returns some axis, they are only written to the state, as new rows of a replay buffer are
         integers = (v for v in program.inputs if v not in state and not is_float(program.avals[v]))
-        is_given = any(carried[c] for v in integers for dim in axes.of_value[v] for c in dim)
+        axes_of = [[c for dim in axes.of_value[v] for c in dim] for v in integers]
+        is_given = any(own and all(carried[c] for c in own) for own in axes_of)
         generated = None if is_given else _generated_batch(program, axes, carried)
         # with no generated batch, the data was mistaken for state: search again among all inputs
         return generated if generated is not None else batch_axis(program, axes, frozenset())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autoshard.sharding.axes.batch_axis import batch_axis
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.program.array_sizes import is_float
+from autoshard.sharding.program.array_sizes import is_float, is_integer, itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Program
 
@@ -22,7 +22,7 @@ def carried_batch(program: Program, axes: LogicalAxes, state: Sequence[tuple[int
     were rows. So one of two more conditions must hold:
 
         The state has arrays of integers or booleans, such as lengths or tokens, and they have the batch, too. In a
-        train state, such values are scalars.
+        train state, such values are scalars. Integers of 8 bits may be codes of moments, so they do not count.
 
         The batch is the first dimension of an input and of a result outside the state, as in
         `(weights, cache, x) -> (cache, y)`. A train step returns a loss, or predictions; the gradient sums over the
@@ -40,7 +40,7 @@ def carried_batch(program: Program, axes: LogicalAxes, state: Sequence[tuple[int
     arrays = [v for v in inputs if program.avals[v].ndim]
     common = frozenset.intersection(*(frozenset(_axes_of(axes, v)) for v in arrays)) if arrays else frozenset[int]()
     given = [v for v in program.inputs if v not in inputs]
-    if all(is_float(program.avals[v]) for v in arrays):
+    if all(is_float(aval := program.avals[v]) or (is_integer(aval) and itemsize(aval) == 1) for v in arrays):
         matrices = (v for v in given if program.avals[v].ndim > 1 or not is_float(program.avals[v]))
         returned = (v for v in program.outputs if v >= 0 and v not in outputs)
         common &= {_first(axes, v) for v in matrices} & {_first(axes, v) for v in returned}

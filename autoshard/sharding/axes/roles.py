@@ -3,8 +3,9 @@
 batch       the leading axis of an input that occurs in most activations, by bytes; no parameter has it
 parameter   an input without the batch axis that is an operand of an operator with it (contraction, gather, broadcast).
             Integers are parameters if they are codes of a quantized weight: a matrix that a product with the batch
-            takes, or a table of the state. Numbers of the rows of a table are not codes, unless they have 8 bits
-optimizer   any other array of the state; it only occurs beside values of its own shape
+            takes, or a table of the state. Numbers of the rows of a table are not codes, unless they have 8 bits.
+            Booleans of the state that such a product takes are masks of weights, and parameters, too
+optimizer   any other floats of the state, and codes of 8 bits; they only occur beside values of their own shape
 parallel    axes that one weight produces and another one contracts (heads, ffn, experts, vocabulary): tensor
             parallelism shards them. `residual` is the axis that these weights start from and return to. If a large
             part of the weights has no such axis, `weight_cover` adds further axes, perhaps also the residual
@@ -29,6 +30,8 @@ from autoshard.sharding.axes.constants import MAX_FUSED_WEIGHTS
 from autoshard.sharding.axes.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.weights.computed_weights import computed_weights, rearranged_weights
+from autoshard.sharding.axes.weights.decoded_weights import decoded_weights
+from autoshard.sharding.axes.weights.transposed_gradients import transposed_gradients
 from autoshard.sharding.axes.weights.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float, is_integer, itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
@@ -70,6 +73,7 @@ class Roles:
         gradients: values that are sums over the batch, and values computed from them without the batch.
         computed_weights: weights that are computed from a parameter -> the parameter (`weights.computed_weights`).
         rearranged_weights: the computed weights that are transposed or reshaped -> the value before that.
+        decoded_weights: values that are computed from gathered codes and scales (`weights.decoded_weights`).
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
         stages: the axis of a pipeline's stages, if there is one.
@@ -97,6 +101,7 @@ class Roles:
     gradients: frozenset[int] = frozenset()
     computed_weights: Mapping[int, int] = field(default_factory=dict)
     rearranged_weights: Mapping[int, int] = field(default_factory=dict)
+    decoded_weights: frozenset[int] = frozenset()
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     dispatched: frozenset[int] = frozenset()
     dispatched_rows: tuple[int, ...] = ()
@@ -176,7 +181,8 @@ def find_roles(
         counting = {c for v in data for dim in _before(axes, v, batch) for c in axes.of_value[v][dim]}
         sequence = {c: None for c in sequence if c not in counting}
     gradients = _gradients(program, axes, batch) - dispatched | _stacked_terms(program, axes, replicas)
-    computed = computed_weights(axes, {*parameters}, has_batch, gradients) if batch is not None else {}
+    computed = computed_weights(axes, inputs, has_batch, gradients) if batch is not None else {}
+    decoded = decoded_weights(axes, parameters, computed, has_batch, gradients) if batch is not None else frozenset()
     if batch in use.attended and _has_one_row(axes, inputs, batch, max(single_rows, 1)):
         sequence = {batch: None, **sequence}
     return Roles(
@@ -196,7 +202,8 @@ def find_roles(
         gradients=gradients,
         computed_weights=computed,
         rearranged_weights=rearranged_weights(axes, computed),
-        transposed_gradients=_transposed_gradients(program, gradients),
+        decoded_weights=decoded,
+        transposed_gradients=transposed_gradients(program, gradients),
         stages=stages,
         within_stages=frozenset() if stages is None else _axes_beside(axes, stages),
         replicas=replicas,
@@ -244,16 +251,6 @@ def _sequence(dim: Sequence[int], stacked: frozenset[int]) -> Sequence[int]:
     if len(dim) > 1 and dim[0] in stacked:
         return dim[:1]
     return [c for c in dim if c not in stacked]
-
-
-def _transposed_gradients(program: Program, gradients: frozenset[int]) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """Gradients whose only use is a transpose -> its result and its permutation."""
-    uses = Counter(v for op in program.ops() for v in op.operands)
-    return {
-        op.operands[0]: (op.results[0], tuple(op.eqn.params["permutation"]))
-        for op in program.ops()
-        if op.name == "transpose" and op.operands[0] in gradients and uses[op.operands[0]] == 1
-    }
 
 
 def is_of_one_row(axes: LogicalAxes, roles: Roles) -> bool:
@@ -362,11 +359,11 @@ def _input_roles(
     for v in program.inputs:
         aval = program.avals[v]
         is_table = v in codes - positions and sum(n > 1 for n in aval.shape) > 1
-        if is_table and not has_batch[v] and is_integer(aval):
+        if is_table and not has_batch[v] and (is_integer(aval) or (aval.dtype == bool and v in state)):
             roles[v] = "parameter"
         elif has_batch[v] or (v not in state and not is_float(aval) and aval.ndim):
             roles[v] = "data"
-        elif not aval.ndim or not is_float(aval):
+        elif not aval.ndim or not (is_float(aval) or (itemsize(aval) == 1 and v not in parameters)):
             roles[v] = "other"
         elif v in parameters:
             roles[v] = "parameter"

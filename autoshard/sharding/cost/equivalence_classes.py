@@ -193,7 +193,8 @@ def operator_classes(
     numbers: dict[Any, int] = {}
     class_of = [  # the class of each value, by everything that a layout can distinguish
         numbers.setdefault(
-            (of_value[v], v in roles.gradients, of_value[aliases[v]] if v in aliases else None,
+            (of_value[v], v in roles.gradients, v in roles.decoded_weights,
+             of_value[aliases[v]] if v in aliases else None,
              source if (source := aliases.get(v, v)) in distinct else None, axes.transfer_dtype.get(v)),
             len(numbers),
         )
@@ -244,7 +245,7 @@ def _note_shared(
         same_users[tuple(places)].append(places)
     for each in classes:
         each.shared = [[] for _ in each.op.operands]
-    moves = [is_decision_point(each.op) or _returns_rows(each.op, axes, roles) for each in classes]
+    moves = [is_decision_point(each.op) or moves_operands(each.op, axes, roles) for each in classes]
     for number, (places, values) in enumerate(same_users.items()):
         is_single = sum(moves[n] for n, _ in places) == 1
         for n, i in places:
@@ -258,12 +259,18 @@ def _may_cost(op_class: OperatorClass, axes: LogicalAxes, roles: Roles) -> bool:
     op = op_class.op
     if op_class.kernel is not None or is_decision_point(op):
         return True
-    if not _returns_rows(op, axes, roles):
+    if not moves_operands(op, axes, roles):
         return False
     return not all(_stays(v, op, axes, roles) for v in op.operands)
 
 
-def _returns_rows(op: Op, axes: LogicalAxes, roles: Roles) -> bool:
+def moves_operands(op: Op, axes: LogicalAxes, roles: Roles) -> bool:
+    """Whether an operator that is not a decision point moves operands under some layout.
+
+    It returns rows, a decoded weight, or a stored weight in other dimensions, of which the layout shards fewer.
+    """
+    if any(v in roles.decoded_weights or v in roles.rearranged_weights for v in op.results):
+        return True
     return any(roles.batch in dim for v in op.results for dim in axes.of_value[v])
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
-from autoshard.sharding.axes.merged.merged_axes import merged_axes
+from autoshard.sharding.axes.merged.merged_axes import rearranged_axes
 from autoshard.sharding.axes.roles import Role, Roles
 from autoshard.sharding.axes.stored_values import small_layers, sources_of
 from autoshard.sharding.axes.typical_inputs import typical_inputs
@@ -203,13 +203,10 @@ class Layout:
         if (layer := self.axes.layer_dims.get(value)) is not None:
             stored = ((),) * (len(own) - len(layer)) + spec[len(spec) - len(layer) :]
             return exchanged_spec(stored, self.spec(value))
-        classes = [c for dim in whole for c in dim]
-        if len({*classes}) < len(classes):  # the order of dimensions tells them apart
+        moved = rearranged_axes(own, whole, spec, self._leading)
+        if moved is None:  # the order of dimensions tells them apart
             return ((),) * (len(own) - len(spec)) + spec[max(len(spec) - len(own), 0) :]
-        of_dim = dict(zip(whole, spec, strict=True))
-        leading = {dim[:n]: self._leading(dim, n, axes) for dim, axes in of_dim.items() for n in range(1, len(dim))}
-        of_part = leading | of_dim
-        return tuple(merged_axes(dim, of_part) for dim in own)
+        return moved
 
     def _leading(self, dim: tuple[int, ...], parts: int, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The mesh axes that shard the first parts of a dimension: none, or all of `axes`, which shard all of it."""

@@ -67,14 +67,22 @@ def spec_function(axes: LogicalAxes, roles: Roles, value: int) -> Callable[[Layo
 def result_spec(layout: Layout, op: Op, value: int) -> Spec:
     """The wanted sharding of the result of a decision point.
 
-    It is the stored sharding of its state for a gradient and for the weights of a stage's layers, which the stage
-    gathers one by one. It is the computed sharding for any other result.
+    It is the stored sharding of its state for a gradient, for what is decoded from the optimizer's state, and for the
+    weights of a stage's layers, which the stage gathers one by one. It is the computed sharding for any other result.
     """
     return wanted_spec_of(layout.axes, layout.roles, op, value)(layout, value)
 
 
+def computed_weight_spec(layout: Layout, value: int) -> Spec:
+    """The sharding in which a computed weight is computed, even if its parameter was gathered before a loop."""
+    source = layout.aliased_inputs.get(value)
+    return layout.spec(value) if source is None else layout.alias_spec(source, value)
+
+
 def wanted_spec_of(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> Callable[[Layout, int], Spec]:
     """The function that gives the wanted sharding of the result of a decision point, see `result_spec`."""
+    if value in roles.computed_weights:
+        return computed_weight_spec
     if op.name in TO_STAGES and value in axes.parameter_aliases:
         return operand_spec
     return gradient_spec_of if is_stored_gradient(axes, roles, op, value) else Layout.spec
@@ -83,9 +91,12 @@ def wanted_spec_of(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> Calla
 def is_stored_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
     """Whether the result of an operator is a gradient that is wanted as its state is stored.
 
-    That is a gradient where it is summed, and the gradients of layers that the stages give back. If a group of rows has
-    one row of each microbatch, the replicas are the batch.
+    That is a gradient where it is summed, the gradients of layers that the stages give back, and what is looked up by
+    numbers that are computed from gradients, such as new codes. If a group of rows has one row of each microbatch, the
+    replicas are the batch.
     """
+    if op.name == "gather" and value in roles.gradients and op.operands[1] in roles.gradients:
+        return True
     if op.name in LAYER_STACKS and (value in roles.gradients or (roles.replicas,) in axes.of_value[value]):
         return True
     return is_gradient(axes, roles, op, value)
@@ -189,6 +200,15 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
             if moves_axis(spec, wanted) or (spec != wanted and v in inputs):
                 found[i] = spec
     return found
+
+
+def gathered_scales(layout: Layout, op: Op) -> dict[int, Spec]:
+    """Return the stored operands that are gathered before a weight is decoded (`weights.decoded_weights`)."""
+    if layout.roles.decoded_weights.isdisjoint(op.results):
+        return {}
+    stored = [i for i, v in enumerate(op.operands) if v in layout.roles.inputs or v in layout.aliased_inputs]
+    specs = {i: layout.spec(op.operands[i]) for i in stored}
+    return {i: spec for i, spec in specs.items() if spec != operand_spec(layout, op.operands[i])}
 
 
 def transfer_bytes(axes: LogicalAxes, op: Op) -> list[float]:

@@ -1,9 +1,10 @@
 """Writes a layout into a program: evaluates its jaxpr again and adds sharding constraints at decision points.
 
-Operands and results of contractions, gathers, scatters and reductions are constrained. Some activations are
-also constrained to their own shardings before an operator reshards them (`pinned_operands`). A stored parameter is
-constrained in the narrower of its stored and its compute dtype: after a cast to bfloat16, before one to float32. XLA
-propagates shardings to all other values. With more constraints, it would keep gathered activations for the gradients.
+Operands and results of contractions, gathers, scatters and reductions are constrained. Some activations are also
+constrained to their own shardings before an operator reshards them (`pinned_operands`), and scales to those in which a
+weight is decoded (`gathered_scales`). A stored parameter is constrained in the narrower of its stored and its compute
+dtype: after a cast to bfloat16, before one to float32. XLA propagates shardings to all other values. With more
+constraints, it would keep gathered activations for the gradients.
 
 Loops, branches and calls are rewritten in place. Source lines and name scopes are kept.
 """
@@ -24,6 +25,7 @@ from autoshard.sharding.layout.loop_gathers import OPEN_CALLS, Gather, is_parame
 from autoshard.sharding.layout.operator_sharding import (
     can_constrain_at_once,
     extends_computed_spec,
+    gathered_scales,
     operand_spec,
     order_of_scatter,
     pinned_operands,
@@ -155,6 +157,8 @@ class Lowering:
         if not is_decision_point(op):
             if op.name == "rev" and op.results[0] in self.layout.aliased_inputs:
                 self._reversed[op.results[0]] = op, args[0]
+            for i, spec in gathered_scales(self.layout, op).items():
+                args[i] = self.resharded(args[i], spec, op.operands[i])
             results = reshaped_rows(self.layout, op, args) or _compat.bind(op.eqn, op.eqn.params, *args)
             if op.name == "convert_element_type":
                 self.cast(args[0], results[0])
@@ -276,8 +280,7 @@ class Lowering:
 
     def put(self, x: Any, destination: Any) -> Any:
         """Return `x` in the memory that a `device_put` in the user's program requests. The planner shards it."""
-        space = _compat.space_of_device_put(destination)
-        return x if space is None else jax.device_put(x, space)
+        return x if (space := _compat.space_of_device_put(destination)) is None else jax.device_put(x, space)
 
     def constrain_like_parameter(self, op: Op, results: list[Any]) -> list[Any]:
         """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.
@@ -315,8 +318,7 @@ class Lowering:
             return self.solve(op, args)
         if name == "call_hi_primitive":
             return list(_compat.with_derivative_of(op.eqn, self.function(op.blocks[0]))(*args))
-        inner = op.blocks[0]
-        if inner.param == IMPLEMENTATION:  # its library defines how it is differentiated and mapped, so it is kept
+        if (inner := op.blocks[0]).param == IMPLEMENTATION:  # its library defines its derivatives, so it is kept
             return _compat.bind(op.eqn, params, *args)
         args = self.after_uses(op, args)
         with self.holding(self.held if name in OPEN_CALLS else {}):
@@ -333,10 +335,8 @@ class Lowering:
         """Return the operands of a body. Stored parameters among them wait for the last use before the body."""
         if self.order is None or not self.order.has_uses:
             return args
-        return [
-            self.order.after_last(x, operand_spec(self.layout, v)) if self.is_parameter(v) else x
-            for x, v in zip(args, op.operands, strict=True)
-        ]
+        last, pairs = self.order.after_last, zip(args, op.operands, strict=True)
+        return [last(x, operand_spec(self.layout, v)) if self.is_parameter(v) else x for x, v in pairs]
 
     def function(self, block: Block) -> Callable[..., list[Any]]:
         """Return a block as a function of its inputs, for a trace of its own."""

@@ -156,3 +156,18 @@ def distance(w, teacher, x):
 def test_the_only_matrix_of_a_train_step_is_not_data(step, sizes):
     traced = trace(step, tuple(shapes(*sizes)), {})
     assert traced.state and batch_of(traced) is None
+
+
+def test_codes_of_moments_do_not_make_the_state_of_a_train_step_data():
+    """All arrays of the state have the blocks of the only matrix, and the moments are integers."""
+
+    def step(state, x):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(state["w"])
+        moment = (state["codes"] * state["scale"]).reshape(gradient.shape) + gradient
+        blocks = moment.reshape(state["codes"].shape)
+        scale = jnp.max(jnp.abs(blocks), 1, keepdims=True)
+        return {"w": state["w"] - moment, "codes": jnp.round(127 * blocks / scale).astype(jnp.int8), "scale": scale}
+
+    w, scale, x = shapes((32, 64), (64, 1), (16, 32))
+    traced = trace(step, ({"w": w, "codes": jax.ShapeDtypeStruct((64, 32), jnp.int8), "scale": scale}, x), {})
+    assert traced.state and batch_of(traced) is None

@@ -122,3 +122,19 @@ def test_data_that_is_differentiated_is_no_state_if_positions_are_beside_it(word
     assert {leaf.path: leaf.axes for leaf in planned.inputs}["1"][:2] == ("batch", "seq")
     assert {leaf.path: leaf.role for leaf in planned.inputs}["1"] == "data"
     assert_close(jax.jit(step)(*args), planned.jit()(*args))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "float32"])
+def test_rows_that_are_drawn_from_a_replay_buffer_are_the_batch(dtype):
+    """New rows are only written to the buffer, which is in the state."""
+
+    def step(state, rows, key):
+        kept = jax.lax.dynamic_update_slice(state["kept"], rows, (state["end"], jnp.int32(0)))
+        drawn = kept[jax.random.randint(key, (48,), 0, kept.shape[0])].astype(jnp.float32)
+        grads = jax.grad(lambda p: jnp.mean(perceptron(p, drawn) ** 2))(state["params"])
+        end = (state["end"] + rows.shape[0]) % kept.shape[0]
+        return {"params": descent(state["params"], grads), "kept": kept, "end": end}
+
+    state = {"params": weights(32, 64, 8), "kept": jnp.zeros((256, 32), dtype), "end": jnp.int32(0)}
+    made = plan(step, state, jnp.zeros((16, 32), dtype), jax.random.key(0), target="v5e:2x4", plan="fsdp:8")
+    assert {leaf.role for leaf in made.inputs if "params" in leaf.path} == {"parameter"}

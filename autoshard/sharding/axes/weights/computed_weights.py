@@ -7,36 +7,41 @@ device computes its shard of the weight. Operators that use the weight gather it
 parameter, its transposes and its reshapes need one gather. The gradient of a reshaped weight is reduced to shards, too.
 
 Values that are computed from gradients are not computed weights. They belong to the update of the parameters.
+
+Codes of 8 bits in the optimizer's state, such as moments, are decoded in shards. Values that are decoded from them are
+listed here, too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
-from autoshard.sharding.program.operator_kinds import is_decision_point
+from autoshard.sharding.program.array_sizes import itemsize
+from autoshard.sharding.program.operator_kinds import decodes, is_decision_point
 from autoshard.spmdrules.ir.program import Op, visits
 
 _REARRANGING = ("transpose", "reshape")
 
 
 def computed_weights(
-    axes: LogicalAxes, parameters: Collection[int], has_batch: Sequence[bool], gradients: Collection[int]
+    axes: LogicalAxes, roles: Mapping[int, str], has_batch: Sequence[bool], gradients: Collection[int]
 ) -> dict[int, int]:
     """Finds the computed weights.
 
     Args:
         axes: the program's logical axes.
-        parameters: the inputs that are parameters.
+        roles: the role of each input.
         has_batch: for each value, whether it has the batch axis.
         gradients: values that are computed from values with the batch, but do not have it.
 
     Returns:
-        Computed weight -> the parameter.
+        Computed weight -> the parameter; value that is computed from codes of the optimizer's state -> that state.
     """
-    aliases = {v: source for v, source in axes.parameter_aliases.items() if source in parameters}
-    sources = {**{v: v for v in parameters}, **aliases}
+    avals = axes.program.avals
+    moments = {v for v, role in roles.items() if role == "optimizer" and itemsize(avals[v]) == 1}
+    stored = {v for v, role in roles.items() if role == "parameter"} | moments
+    sources = {v: v for v in stored} | {v: source for v, source in axes.parameter_aliases.items() if source in stored}
     found: dict[int, int] = {}
     for op, entering in visits(axes.program.block):
         if not entering:
@@ -45,7 +50,9 @@ def computed_weights(
             own, whole = (axes.of_value[v] if v >= 0 else () for v in (tie.inner, tie.outer))
             if tie.outer in found and tie.outer in op.operands and own == whole[int(tie.stacked) :]:
                 found[tie.inner] = sources[tie.inner] = found[tie.outer]
-        if op.blocks or op.rule is None or len(op.results) != 1 or is_decision_point(op):
+        if op.blocks or op.rule is None or len(op.results) != 1:
+            continue
+        if is_decision_point(op) and sources.get(_codes(op), -1) not in moments:
             continue
         (result,) = op.results
         if result in sources or has_batch[result] or result in gradients:
@@ -72,6 +79,13 @@ def rearranged_weights(axes: LogicalAxes, computed: Mapping[int, int]) -> dict[i
     return found
 
 
+def _codes(op: Op) -> int:
+    """The operand that an operator may decode: by arithmetic, or as numbers of the rows of a table. -1 if none."""
+    if op.name == "gather":
+        return op.operands[1]
+    return op.operands[0] if decodes(op) else -1
+
+
 def _source_operand(axes: LogicalAxes, op: Op, result: int, sources: Mapping[int, int]) -> int | None:
     """The operand from whose elements a result is computed, if it comes from a parameter; None if there is none."""
     own = axes.of_value[result]
@@ -81,12 +95,12 @@ def _source_operand(axes: LogicalAxes, op: Op, result: int, sources: Mapping[int
 def _has_same_axes(own: Leaves, others: Leaves) -> bool:
     """Whether two values have the same logical axes, perhaps in another order or in other dimensions.
 
-    If two dimensions of a value have the same logical axis, only their order tells them apart, so it must be the same.
+    If a value has the same logical axis twice, only their order tells them apart, so it must be the same.
 
     >>> _has_same_axes(((1,), (2,)), ((2, 1),)), _has_same_axes(((1,), (1,), (2,)), ((2,), (1,), (1,)))
     (True, False)
     """
-    if own == others:
-        return any(own)
-    classes = Counter(c for dim in own for c in dim)
-    return bool(classes) and max(classes.values()) == 1 and classes == Counter(c for dim in others for c in dim)
+    flat, classes = [c for dim in own for c in dim], [c for dim in others for c in dim]
+    if flat == classes:
+        return bool(flat)
+    return len({*flat}) == len(flat) and sorted(flat) == sorted(classes)

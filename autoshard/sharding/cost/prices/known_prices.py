@@ -14,7 +14,7 @@ from typing import Any
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.constants import MOST_KNOWN_PRICES
-from autoshard.sharding.cost.equivalence_classes import OperatorClass
+from autoshard.sharding.cost.equivalence_classes import OperatorClass, moves_operands
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.prices.canonical_layout import CanonicalSpecs
 from autoshard.sharding.cost.prices.price import Price
@@ -84,7 +84,7 @@ class KnownPrices:
         key = (
             self.target, op.name, id(op.rule), tuple(op.eqn.params.items()), tuple(types), is_literal,
             tuple(facts.transfer_bytes), tuple([(position.get(v), *rest) for v, *rest in facts.memory]),
-            None if is_decision_point(op) else self._logical_axes(arrays),
+            None if is_decision_point(op) else (moves_operands(op, axes, self.roles), self._logical_axes(arrays)),
         )  # fmt: skip
         try:
             found = _numbers.get(key)

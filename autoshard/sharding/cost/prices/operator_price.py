@@ -4,7 +4,8 @@
 
 `step_time` explains the terms. Decision points need the collectives of `operator_strategy.choose_strategy`. At other
 operators, an activation is gathered over each mesh axis that no longer shards the same logical axis. The collective is
-an all-to-all if the mesh axis then shards another logical axis of the same tensor.
+an all-to-all if the mesh axis then shards another logical axis of the same tensor. The same holds for stored operands
+of operators that decode or reshape a weight.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.collectives import merged_reductions
 from autoshard.sharding.cost.constants import ON_CHIP_SHARE
-from autoshard.sharding.cost.equivalence_classes import Facts, OperatorClass
+from autoshard.sharding.cost.equivalence_classes import Facts, OperatorClass, moves_operands
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.cost.prices.price import Price
@@ -50,7 +51,7 @@ class _Known(NamedTuple):
         busy_s: seconds that the whole operator keeps the matrix unit busy; 0 if it does not use it.
         tile: the size of the tiles of its product; 1 for other operators.
         masked: see `flops.masked_groups`.
-        moves_rows: whether it returns rows of the batch.
+        moves_operands: see `equivalence_classes.moves_operands`.
     """
 
     is_decision_point: bool
@@ -58,7 +59,7 @@ class _Known(NamedTuple):
     busy_s: float
     tile: int
     masked: tuple[int, int]
-    moves_rows: bool
+    moves_operands: bool
 
 
 class OperatorPrices:
@@ -144,19 +145,18 @@ class OperatorPrices:
         return self._known[op]
 
     def _find_out(self, op: Op) -> _Known:
-        chip, batch, is_product = self.target.chip, self.roles.batch, op.name in CONTRACTIONS
+        chip, is_product = self.target.chip, op.name in CONTRACTIONS
         flops_by_type = matmul_flops(op, self.target.platform)
         if is_product and chip.tile > 1 and op.rule is not None and is_row_product(op.rule):
             flops_by_type = {}
         busy_s = sum(flops / chip.reached(size, integer=integer) for (size, integer), flops in flops_by_type.items())
-        moves_rows = bool(op.results) and any(batch in dim for v in op.results for dim in self.axes.of_value[v])
         return _Known(
             is_decision_point(op),
             is_declared(op),
             busy_s,
             chip.tile if is_product else 1,
             masked_groups(op, self.target.platform),
-            moves_rows,
+            moves_operands(op, self.axes, self.roles),
         )
 
     def _masked_copies(
@@ -212,7 +212,7 @@ class OperatorPrices:
     def plain_moves(
         self, op: Op, mesh: Mapping[str, int], specs: Sequence[Spec], result_specs: Sequence[Spec]
     ) -> tuple[Move, ...]:
-        """Return the reshards of activations at an operator that is not a decision point.
+        """Return the reshards of activations and weights at an operator that is not a decision point.
 
         Args:
             op: the operator.
@@ -220,7 +220,7 @@ class OperatorPrices:
             specs: the shardings of its operands.
             result_specs: the wanted shardings of its results.
         """
-        if not self._known_of(op).moves_rows:
+        if not self._known_of(op).moves_operands:
             return ()
         moves: list[Move] = []
         after = self._classes_of_axis(mesh, op.results[0], result_specs[0])
