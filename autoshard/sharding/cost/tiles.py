@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from autoshard.sharding.cost.constants import TPU_LANES
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
@@ -16,9 +16,16 @@ _COPIES = ("name", "copy", "reduce_precision")
 
 
 def filled_tile_fraction(rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int], tile: int) -> float:
-    """Return the fraction of the matrix unit's tiles that one shard of a contraction fills.
+    """Return the fraction of the matrix unit's tiles that one shard of a product or a convolution fills.
 
     A product has three sizes: rows, columns, and the contracted one. The largest is streamed; the others fill tiles.
+    A convolution has a row for each position of its result, and contracts the positions of its kernel. The fewer of the
+    two only fill what the channels leave of a tile; with groups of channels, they do not. In the gradient of a kernel,
+    these are the positions of the result.
+
+    Compiled for v5e (libtpu 0.0.42.1), 3 x 3 kernels take 1.6, 2.2 and 4.6 times the time of their operations with 192,
+    96 and 64 channels on both sides, and a 7 x 7 kernel from 3 to 192 channels takes 9.9 times. The fractions are
+    1 / 1.8, 1 / 1.8, 1 / 4 and 1 / 8.1.
     """
     if tile <= 1:
         return 1.0
@@ -26,7 +33,17 @@ def filled_tile_fraction(rule: Rule, strategy: OperatorStrategy, mesh: Mapping[s
     for axis, factor in strategy.factors.items():
         if factor is not None:
             ways[factor] = ways.get(factor, 1) * mesh[axis]
-    sizes = [math.prod([max((rule.by_name[f].size or 1) // ways.get(f, 1), 1) for f in side]) for side in _sides(rule)]
+
+    def size(factors: Iterable[str]) -> int:
+        return math.prod([max(_size(rule, f) // ways.get(f, 1), 1) for f in factors])
+
+    rows, columns, contracted = map(size, _sides(rule))
+    positions, taps = _windows(rule)
+    fills = sorted(size([f]) for f in min(positions, taps, key=size)) if size(_groups(rule)) == 1 else []
+    if size(positions) >= size(taps):
+        sizes = rows * size(positions), columns, _filled(contracted, fills, tile)
+    else:
+        sizes = _filled(rows, fills, tile), columns, contracted * size(taps)
     return math.prod([n / (-(-n // tile) * tile) for n in sorted(sizes)[:2]])
 
 
@@ -36,14 +53,52 @@ def is_row_product(rule: Rule) -> bool:
     XLA compiles it as elementwise products and sums, which do not use the matrix unit (libtpu 0.0.42.1, v5e).
     """
     rows, columns, _ = _sides(rule)
-    return all((rule.factor(f).size or 1) == 1 for f in rows | columns)
+    positions, _ = _windows(rule)
+    return all(_size(rule, f) == 1 for f in rows | columns | positions)
+
+
+def is_depthwise(rule: Rule) -> bool:
+    """Say whether a convolution multiplies each channel with a kernel of its own, which uses the vector units."""
+    rows, columns, contracted = _sides(rule)
+    is_gradient = all(_size(rule, f) == 1 for f in rows | columns)
+    return any(_windows(rule)) and (is_gradient or all(_size(rule, f) == 1 for f in columns | contracted))
+
+
+def _size(rule: Rule, factor: str) -> int:
+    return rule.factor(factor).size or 1
+
+
+def _filled(size: int, more: Iterable[int], tile: int) -> int:
+    """Return a size times as many further ones as still fit a tile."""
+    for each in more:
+        if size * each > tile:
+            break
+        size *= each
+    return size
+
+
+def _factors(rule: Rule) -> tuple[set[str], set[str], set[str]]:
+    """Return the factors of the two operands and of the result."""
+    left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
+    return left, right, {f for dim in rule.results[0] for f in dim}
 
 
 def _sides(rule: Rule) -> tuple[set[str], set[str], set[str]]:
     """Return the factors of a product's rows, of its columns, and those that it contracts."""
-    left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
-    out = {f for dim in rule.results[0] for f in dim}
+    left, right, out = _factors(rule)
     return (left & out) - right, (right & out) - left, (left & right) - out
+
+
+def _groups(rule: Rule) -> set[str]:
+    """Return the factors that both operands and the result have."""
+    left, right, out = _factors(rule)
+    return left & right & out
+
+
+def _windows(rule: Rule) -> tuple[set[str], set[str]]:
+    """Return the factors of a convolution's positions in the result, and of those in the kernel."""
+    left, right, out = _factors(rule)
+    return out - left - right, right - left - out
 
 
 def row_major_values(program: Program) -> frozenset[int]:

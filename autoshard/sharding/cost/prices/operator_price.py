@@ -23,7 +23,7 @@ from autoshard.sharding.cost.equivalence_classes import Facts, OperatorClass, mo
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.cost.prices.price import Price
-from autoshard.sharding.cost.tiles import filled_tile_fraction, is_row_product
+from autoshard.sharding.cost.tiles import filled_tile_fraction, is_depthwise, is_row_product
 from autoshard.sharding.layout.operator_sharding import strategy_for_specs
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, shard_types
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
@@ -147,9 +147,15 @@ class OperatorPrices:
     def _find_out(self, op: Op) -> _Known:
         chip, is_product = self.target.chip, op.name in CONTRACTIONS
         flops_by_type = matmul_flops(op, self.target.platform)
-        if is_product and chip.tile > 1 and op.rule is not None and is_row_product(op.rule):
-            flops_by_type = {}
-        busy_s = sum(flops / chip.reached(size, integer=integer) for (size, integer), flops in flops_by_type.items())
+        if is_product and chip.tile > 1 and op.rule is not None:
+            if is_row_product(op.rule):
+                flops_by_type = {}
+            elif is_depthwise(op.rule):
+                is_product = False
+        busy_s = sum(
+            flops / (chip.reached(size, integer=integer) if is_product else chip.vector_ops)
+            for (size, integer), flops in flops_by_type.items()
+        )
         return _Known(
             is_decision_point(op),
             is_declared(op),
