@@ -53,11 +53,10 @@ from autoshard.sharding.cost.constants import (
 )
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS, decodes, is_decision_point, is_declared
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, CONVOLUTION, decodes, is_decision_point, is_declared
 from autoshard.spmdrules.families.stages import layer_p, read_p, write_p
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
-_CONVOLUTION = "conv_general_dilated"
 _SLICES = ("slice", "dynamic_slice", layer_p.name)
 _IN_PLACE = ("dynamic_update_slice", "sliced_slots", write_p.name)
 _MOVES = ("convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "reduce_precision")
@@ -220,7 +219,7 @@ class _Finder:
             return
         taken = [u for v in op.results for u in users.get(v, ())]
         products = sum(u.name in CONTRACTIONS for u in taken)
-        convolutions = sum(u.name == _CONVOLUTION for u in taken)
+        convolutions = sum(u.name == CONVOLUTION for u in taken)
         reads = any(map(reads_memory, taken))
         if reads or (products and not self.fuses_operands):
             if not self.is_broadcast(op) or (self.is_mask(op) and any(u.blocks for u in taken)):

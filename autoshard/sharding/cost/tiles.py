@@ -15,7 +15,9 @@ from autoshard.spmdrules.ir.program import Block, Program
 _COPIES = ("name", "copy", "reduce_precision")
 
 
-def filled_tile_fraction(rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int], tile: int) -> float:
+def filled_tile_fraction(
+    rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int], tile: int, is_convolution: bool = False
+) -> float:
     """Return the fraction of the matrix unit's tiles that one shard of a product or a convolution fills.
 
     A product has three sizes: rows, columns, and the contracted one. The largest is streamed; the others fill tiles.
@@ -38,7 +40,7 @@ def filled_tile_fraction(rule: Rule, strategy: OperatorStrategy, mesh: Mapping[s
         return math.prod([max(_size(rule, f) // ways.get(f, 1), 1) for f in factors])
 
     rows, columns, contracted = map(size, _sides(rule))
-    positions, taps = _windows(rule)
+    positions, taps = _windows(rule) if is_convolution else (set[str](), set[str]())
     fills = sorted(size([f]) for f in min(positions, taps, key=size)) if size(_groups(rule)) == 1 else []
     if size(positions) >= size(taps):
         sizes = rows * size(positions), columns, _filled(contracted, fills, tile)
@@ -53,15 +55,13 @@ def is_row_product(rule: Rule) -> bool:
     XLA compiles it as elementwise products and sums, which do not use the matrix unit (libtpu 0.0.42.1, v5e).
     """
     rows, columns, _ = _sides(rule)
-    positions, _ = _windows(rule)
-    return all(_size(rule, f) == 1 for f in rows | columns | positions)
+    return all(_size(rule, f) == 1 for f in rows | columns)
 
 
 def is_depthwise(rule: Rule) -> bool:
-    """Say whether a convolution multiplies each channel with a kernel of its own, which uses the vector units."""
+    """Say whether a convolution has a kernel for each channel, or is the gradient of one. It uses the vector units."""
     rows, columns, contracted = _sides(rule)
-    is_gradient = all(_size(rule, f) == 1 for f in rows | columns)
-    return any(_windows(rule)) and (is_gradient or all(_size(rule, f) == 1 for f in columns | contracted))
+    return any(all(_size(rule, f) == 1 for f in sides) for sides in (columns | contracted, columns | rows))
 
 
 def _size(rule: Rule, factor: str) -> int:

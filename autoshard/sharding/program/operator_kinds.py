@@ -13,7 +13,8 @@ from autoshard.spmdrules.families.weight_gathers import gather_p
 from autoshard.spmdrules.ir.program import Op
 from autoshard.spmdrules.reference.coverage import runs_on_host
 
-CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+CONVOLUTION = "conv_general_dilated"
+CONTRACTIONS = ("dot_general", CONVOLUTION, "ragged_dot_general")
 REDUCTIONS = (
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", *POSITIONS,
 )  # fmt: skip

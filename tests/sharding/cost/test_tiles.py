@@ -148,3 +148,27 @@ def test_few_rows_on_each_device_are_no_reason_to_shard_channels():
     assert "tp" not in made.chosen
     estimates = [plan(step, *shapes, target="v5e:4x4", plan=words).estimate for words in ("dp:16", "dp:8 tp:2")]
     assert 1.5 * estimates[0].step_time_us < estimates[1].step_time_us
+
+
+def test_grouped_products_fill_tiles_as_products_do():
+    """Their groups, which only the weights have, are no positions in a kernel."""
+    rows, groups, width, hidden = 4096, 8, 512, 2048
+    shapes = (rows, width), (groups, width, hidden), (groups,)
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in zip(shapes, ("bfloat16", "bfloat16", "int32"), strict=True)
+    ]
+    made = plan(jax.lax.ragged_dot, *arrays, target="v5e:1x1", plan="dp:1")
+    assert made.estimate.step_time_us < 2 * 2 * rows * width * hidden / 197e12 * 1e6 + 100
+
+
+@operator("b d, d e -> b e; whole d e")
+def product_inside(x, w):
+    """An opaque operator with a product."""
+    return jnp.tanh(x @ w)
+
+
+def test_products_inside_of_opaque_operators_use_the_matrix_unit():
+    shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8192, 4096), (4096, 4096))]
+    estimate = plan(product_inside, *shapes, target="v5e:1x1", plan="dp:1").estimate
+    assert estimate.step_time_us < 1.5 * 2 * 8192 * 4096 * 4096 / 197e12 * 1e6

@@ -31,7 +31,7 @@ from autoshard.sharding.machines.kernel_time import declared_us
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import masked_groups, matmul_flops
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, CONVOLUTION, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule_builder import GROUPS
 from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
@@ -117,7 +117,7 @@ class OperatorPrices:
         if known.busy_s:
             shards = math.prod([mesh[a] for a, f in strategy.factors.items() if f is not None])
             if known.tile > 1:
-                shards *= filled_tile_fraction(rule, strategy, mesh, known.tile)
+                shards *= filled_tile_fraction(rule, strategy, mesh, known.tile, op.name == CONVOLUTION)
             time = max(time, known.busy_s / shards * 1e6)
         copied = self._masked_copies(op, known.masked, strategy, mesh)
         time += self._masked_rows_us(op, facts, moves)
@@ -145,22 +145,22 @@ class OperatorPrices:
         return self._known[op]
 
     def _find_out(self, op: Op) -> _Known:
-        chip, is_product = self.target.chip, op.name in CONTRACTIONS
+        chip, is_product, on_vectors = self.target.chip, op.name in CONTRACTIONS, False
         flops_by_type = matmul_flops(op, self.target.platform)
         if is_product and chip.tile > 1 and op.rule is not None:
-            if is_row_product(op.rule):
+            if op.name == CONVOLUTION:
+                on_vectors = is_depthwise(op.rule)
+            elif is_row_product(op.rule):
                 flops_by_type = {}
-            elif is_depthwise(op.rule):
-                is_product = False
         busy_s = sum(
-            flops / (chip.reached(size, integer=integer) if is_product else chip.vector_ops)
+            flops / (chip.vector_ops if on_vectors else chip.reached(size, integer=integer))
             for (size, integer), flops in flops_by_type.items()
         )
         return _Known(
             is_decision_point(op),
             is_declared(op),
             busy_s,
-            chip.tile if is_product else 1,
+            chip.tile if is_product and not on_vectors else 1,
             masked_groups(op, self.target.platform),
             moves_operands(op, self.axes, self.roles),
         )
