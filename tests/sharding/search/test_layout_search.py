@@ -46,7 +46,7 @@ def test_local_search_runs_if_a_changed_plan_may_gain(bound, climbs, monkeypatch
     problem = bound_or_error(plan(step, *args, target="h100:8").bound).problem
     calls = []
     monkeypatch.setattr(layout_search, "hill_climb", lambda *given: calls.append(given) or [])
-    problem.search({}, {}, None, bound)
+    problem.search({}, {}, None, most_us=bound)
     assert bool(calls) == climbs
 
 
