@@ -53,14 +53,14 @@ def name_axes(
     name_axis(roles.residual, "embed")
     for c in roles.experts:
         name_axis(c, "experts")
-    tables = [c for c in roles.vocabulary if c not in names]
+    spatial, channels, windows = convolution_axes(program, axes)
+    tables = [c for c in roles.vocabulary if c not in names and c not in channels]
     for c in tables:
         name_axis(c, "vocab")
-    for c in roles.output_classes:
-        name_axis(c, "vocab" if tables else "classes")
+    for c in (c for c in roles.output_classes if c not in windows):
+        name_axis(c, channels.get(c) or ("vocab" if tables else "classes"))
     for c in roles.heads:
         name_axis(c, "heads")
-    spatial, channels = convolution_axes(program, axes)
     for c in roles.sequence:
         name_axis(c, "features" if _only_beside(program, axes, c, graph.all) else spatial.get(c, "seq"))
     for c in roles.head_dims:
@@ -71,7 +71,7 @@ def name_axes(
     for c in thin.latents():
         name_axis(c, "latent")
     data_dims = [dim for v, role in roles.inputs.items() if role == "data" for dim in axes.of_value[v]]
-    for c in roles.parallel:
+    for c in (c for c in roles.parallel if c not in windows):
         name_axis(c, channels.get(c) or ("features" if any(c in dim for dim in data_dims) else "ffn"))
     for c, name in (spatial | channels).items():
         name_axis(c, name)

@@ -215,6 +215,31 @@ def test_convolutions_slide_along_height_width_and_depth(dims, names):
         }
 
 
+def test_channels_that_a_group_norm_reduces_are_channels():
+    """A group norm splits them, and its mean removes one part, as a softmax removes the classes."""
+    kernels = {"a": jnp.ones((3, 3, 4, 32)), "b": jnp.ones((3, 3, 32, 64))}
+
+    def step(params, images):
+        def loss(params):
+            hidden, head = images, params[1]
+            for kernel in params[0].values():
+                hidden = jax.lax.conv_general_dilated(
+                    hidden, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                )
+                groups = hidden.reshape(*hidden.shape[:-1], 4, -1)
+                groups = groups - groups.mean((1, 2, 4), keepdims=True)
+                hidden = jax.nn.relu(groups.reshape(hidden.shape))
+            return jax.nn.logsumexp(hidden.mean((1, 2)) @ head, axis=-1).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    traced = trace(step, ((kernels, jnp.ones((64, 10))), jnp.ones((8, 16, 16, 4))), {})
+    axes = analyse(traced).axes
+    a, b, head, _ = ([axes.name(c) for dim in axes.of_value[v] for c in dim] for v in traced.program.inputs)
+    assert not [name for name in (*a, *b) if name.startswith(("vocab", "classes"))]
+    assert head[-1] == "classes"
+
+
 def test_patches_have_the_names_of_their_kernel():
     """Windows that do not overlap split a dimension of the image. The part within a window has the kernel's name."""
     layouts = "NHWC", "HWIO", "NHWC"
