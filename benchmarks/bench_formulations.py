@@ -11,8 +11,8 @@ For each program of `formulations/` on each of its machines, these are compiled 
 
 The rows are stored in `results/formulations/NAME@TARGET.json`. A program in the compiler's cache is not compiled again.
 The figures are the compiled step over the best expert's, the error of the prediction, and the regret: the chosen plan
-over the best of the planner's compiled ones. The audit of the chosen plan counts what the compiler did and the plan did
-not ask for, each with its cause: unplanned collectives, involuntary rematerializations, and idle devices.
+over the best of the planner's compiled ones. The audit of the chosen plan lists unplanned collectives and involuntary
+rematerializations, each with its cause. Idle devices are listed, too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FOLDER = common.RESULTS / "formulations"
 Options = Mapping[str, str]
 # Both chosen, not measured.
 TIMEOUT_S = 1200.0  # seconds after which a compiler is stopped
-LEAST_SHARE = 0.01  # of a program's traffic: an unplanned collective with less is not listed
+LEAST_SHARE = 0.01  # of a program's traffic: smaller unplanned collectives are not listed
 
 
 def store_of(formulation: Formulation, target: str, timeout_s: float = TIMEOUT_S) -> Store:
@@ -85,9 +85,9 @@ def run(formulation: Formulation, target: str, few: int, timeout_s: float) -> St
 
 
 def audited(audit: Audit) -> dict[str, Any]:
-    """Return what the compiled program has and the plan has not: the share of its traffic, and each cause.
+    """Return what the compiler added to a plan, each with its cause, and the share of unplanned traffic.
 
-    Unplanned collectives under `LEAST_SHARE` of the traffic are summed up but not listed.
+    An unplanned collective below `LEAST_SHARE` of the traffic counts in the share, but is not listed.
     """
     wire = audit.wire_bytes or 0.0
     listed = [each for each in audit.unplanned if each.bytes > LEAST_SHARE * wire]

@@ -8,13 +8,13 @@ from statistics import median
 from typing import Any
 
 from cost_model import p90, tau
+from estimate_result import MEASURES
 from plan_rows import Row, Store
 from rich.console import Console
 from rich.table import Table
 
 from autoshard.sharding.search.strategy_kinds import KINDS, kind_of
 
-MEASURES = ("cycles", "roofline", "joined")
 UNASKED = ("unplanned", "rematerializations")  # what a compiler adds to a plan (`bench_formulations.audited`)
 
 
@@ -36,7 +36,7 @@ def figures(stores: Sequence[Store]) -> dict[str, Any]:
     `regret` divides it by that of the planner's fastest compiled plan, minus 1. `errors` are predicted over compiled
     steps, minus 1, by kind of plan. `tau` is the median rank correlation of predicted and compiled steps.
     `memory_errors` are the same as `errors` for peak memory; they have no measure. `audits` lists what the compiler
-    added to the chosen plans: unplanned collectives and involuntary rematerializations; and their idle devices.
+    added to the chosen plans (unplanned collectives and involuntary rematerializations), and idle devices.
     """
     return {
         "programs": len(stores),

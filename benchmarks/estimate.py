@@ -11,7 +11,7 @@ their enclosing loops:
     roofline   max(work / (0.95 peak), bytes / (0.8 memory bandwidth), host bytes / host bandwidth)
                work and bytes as in `hlo_cost.py`: only products are work; slices and in-place updates cost the bytes
                that they touch; buffers that the compiler keeps on the chip cost only the copies there and back
-    joined     cycles of instructions that products bound by the roofline, and the roofline of all others
+    joined     cycles for instructions that are limited by products (by the roofline), and the roofline for all others
 On a TPU the cycles of memory-bound instructions are two to five times too many (`compiler_cycles.py`). The roofline
 ignores elementwise arithmetic and the inefficiency of small shapes. Trust the order of two plans where both measures
 agree. A GPU's compiler gives no cycles, so there is only the roofline.

@@ -9,6 +9,9 @@ from typing import Any
 
 from hlo_collectives import Collective
 
+MEASURES = ("cycles", "roofline", "joined")
+"""The measures of compute on a TPU. On a GPU there is only the roofline."""
+
 
 @dataclass(frozen=True)
 class Row:

@@ -19,6 +19,7 @@ from typing import Any
 import common  # sets up the path and the devices first
 import jax
 import jax.numpy as jnp
+from estimate_result import MEASURES
 from jax.ad_checkpoint import checkpoint_name
 from plan_rows import Planned, Store
 from rich.console import Console
@@ -33,7 +34,6 @@ LAYERS, WIDTH, HIDDEN, ROWS = 16, 4096, 14336, 131072
 SHARES = (0.5, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97)  # planned peak over the limit
 COLUMNS = 1024  # of the array that fills the memory
 STORED = common.RESULTS / "memory_pressure.json"
-MEASURES = ("cycles", "roofline", "joined")
 
 _POLICY = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[], names_which_can_be_offloaded=["layer"], offload_src="device", offload_dst="pinned_host"

@@ -125,8 +125,8 @@ def _not_judged(target: str) -> str:
 def _compiled(row: Row) -> dict[str, Any]:
     """The figures of a compiled plan.
 
-    `kind` is `ok`, or how it failed; `seconds` is by measure (`cycles`, `roofline`); `memory_bytes` is the compiler's
-    peak; `dropped` are the options that the compiler does not know.
+    `kind` is `ok`, or how it failed. `seconds` is by measure (`estimate_result.MEASURES`). `memory_bytes` is the
+    compiler's peak. `dropped` are the options that the compiler does not know.
     """
     return {
         "kind": row.kind,

@@ -7,6 +7,7 @@ from math import exp, log
 from statistics import median
 from typing import Any
 
+from estimate_result import MEASURES
 from plan_sides import Side
 from recipe_rows import Result
 from referee_calibration import calibrated
@@ -15,7 +16,6 @@ from rich.table import Table
 FAMILIES = ("llama", "mistral", "mixtral", "gpt3")
 """The beginnings of the names of models that the figures are about."""
 
-MEASURES = ("cycles", "roofline", "joined")
 CALIBRATED = "calibrated"
 NEAR = 0.15  # an estimate within this fraction of the measured time is near
 

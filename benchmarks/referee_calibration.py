@@ -1,7 +1,7 @@
-"""The efficiency of each chip at which the referee's joined estimate of one compiled recipe is its measured time.
+"""Calibrates the referee's joined measure: one efficiency for each chip, from one compiled recipe.
 
-The recipes are those of `recipe_calibration.ROWS`, with their own XLA options. The efficiency divides the seconds of
-compute; the exposed seconds stay as they are:
+At this efficiency, the estimate of the compiled recipe equals its measured time. The recipes are those of
+`recipe_calibration.ROWS`, with their own XLA options. The efficiency scales compute, but not exposed communication:
 
     calibrated = joined compute / efficiency + exposed
 

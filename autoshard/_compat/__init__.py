@@ -68,7 +68,7 @@ from autoshard._compat.memory_spaces import (
     is_on_host,
     memory_kind,
     planned_shape,
-    space_of_device_put,
+    put_in_memory_of,
 )
 from autoshard._compat.meshes import all_axes_auto, auto_axes, current_mesh, no_mesh, under_trace
 from autoshard._compat.primitive_lookup import ELLIPSIS, defining_modules, primitive, primitives
@@ -160,7 +160,7 @@ __all__ = [
     "solve_operands",
     "source_line",
     "source_of",
-    "space_of_device_put",
+    "put_in_memory_of",
     "split_constants",
     "split_graph",
     "shape_dtype_of",

@@ -41,9 +41,9 @@ def planned_shape(aval: Any, sharding: Any, on_mesh: bool = False) -> jax.ShapeD
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=place)
 
 
-def space_of_device_put(destination: Any) -> Any:
-    """Returns the memory space to which a `device_put` in a program moves a value; None if it leaves it where it is."""
+def put_in_memory_of(x: Any, destination: Any) -> Any:
+    """Returns `x` in the memory that a `device_put` of a program requests, without the sharding that it requests."""
     if isinstance(destination, jax.memory.Space):
-        return destination
+        return jax.device_put(x, destination)
     kind = getattr(destination, "memory_kind", None)
-    return None if kind is None else core.mem_kind_to_space(kind)
+    return x if kind is None else jax.device_put(x, core.mem_kind_to_space(kind))

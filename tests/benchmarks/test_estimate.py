@@ -38,7 +38,7 @@ def estimate_of(lines, inside="", target="v5e:2x2", **more):
 
 
 def test_measures_of_a_product_and_of_a_copy():
-    """The joined measure takes the cycles of what a product bounds, and the roofline of the rest."""
+    """The joined measure uses cycles for instructions that are limited by products, and the roofline for all others."""
     dot = "f32[512,512]{1,0%s} dot(%%a, %%a), lhs_contracting_dims={1}, rhs_contracting_dims={0}, %s"
     cycles = 'backend_config={"estimated_cycles":"%d"}'
     estimated = estimate_of(

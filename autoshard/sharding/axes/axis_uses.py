@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, CONVOLUTION
 from autoshard.spmdrules.core.layer_stacks import layer_stacks
 from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
@@ -273,7 +273,7 @@ class _UseCollector:
                 if weight not in uses.used and c not in shared:
                     (uses.contracted if c in summed else uses.produced)[c].add(weight)
             uses.used.add(weight)
-            if op.name == "conv_general_dilated":
+            if op.name == CONVOLUTION:
                 uses.windows |= sides[place] & self.of_kind("whole", rule, factors)
             else:  # in a convolution, a shared axis is the channel of a depthwise kernel
                 uses.experts |= shared

@@ -49,8 +49,9 @@ def batch_axis(
     candidates = {c for c in candidates if c in among} or candidates
     candidates = candidates - _square(program, axes) or candidates
     if not candidates and state:
-        # integers beside the state, such as positions, are data, and so is a leaf of the state that has all their axes;
-        # if no operator returns some axis, they are only written to the state, as new rows of a replay buffer are
+        # Integers outside the state, such as positions, are data. Then a leaf of the state that has all their axes is
+        # data, too. Integers with an axis that no operator carries are only written to the state, such as new rows of a
+        # replay buffer.
         integers = (v for v in program.inputs if v not in state and not is_float(program.avals[v]))
         axes_of = [[c for dim in axes.of_value[v] for c in dim] for v in integers]
         is_given = any(own and all(carried[c] for c in own) for own in axes_of)

@@ -21,7 +21,7 @@ from autoshard.sharding.axes.constants import LEAST_TRANSFER_BITS, REFINEMENT_RO
 from autoshard.sharding.axes.lookup_tables import LookupTable, lookup_tables
 from autoshard.sharding.axes.merged.row_order import unordered_dims
 from autoshard.sharding.program.host_memory import is_host_transfer
-from autoshard.sharding.program.operator_kinds import decodes
+from autoshard.sharding.program.operator_kinds import CONVOLUTION, decodes
 from autoshard.spmdrules.families.stages import STAGE, TO_STAGES, WITH_ALL_LAYERS, shift_p
 from autoshard.spmdrules.ir.dimension_classes import DimensionClasses, unify
 from autoshard.spmdrules.ir.program import Op, Program, visits
@@ -136,7 +136,7 @@ class LogicalAxes:
         """Classes of an input that is a convolution's kernel -> its output feature dimension, counted from the end."""
         found: dict[Leaves, int] = {}
         for op in self.program.ops():
-            if op.name == "conv_general_dilated":
+            if op.name == CONVOLUTION:
                 source = self._aliases.get(op.operands[1], (-1, ()))[0]
                 if source >= 0:
                     numbers, kernel = op.eqn.params["dimension_numbers"], op.eqn.invars[1].aval

@@ -267,7 +267,7 @@ def _may_cost(op_class: OperatorClass, axes: LogicalAxes, roles: Roles) -> bool:
 def moves_operands(op: Op, axes: LogicalAxes, roles: Roles) -> bool:
     """Whether an operator that is not a decision point moves operands under some layout.
 
-    It returns rows, a decoded weight, or a stored weight in other dimensions, of which the layout shards fewer.
+    It returns rows of the batch, a decoded weight, or a stored weight that is transposed or reshaped.
     """
     if any(v in roles.decoded_weights or v in roles.rearranged_weights for v in op.results):
         return True

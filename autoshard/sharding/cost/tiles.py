@@ -18,16 +18,24 @@ _COPIES = ("name", "copy", "reduce_precision")
 def filled_tile_fraction(
     rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int], tile: int, is_convolution: bool = False
 ) -> float:
-    """Return the fraction of the matrix unit's tiles that one shard of a product or a convolution fills.
+    """Return how full the tiles of the matrix unit are for one shard of a product, as a fraction of 1.
 
     A product has three sizes: rows, columns, and the contracted one. The largest is streamed; the others fill tiles.
-    A convolution has a row for each position of its result, and contracts the positions of its kernel. The fewer of the
-    two only fill what the channels leave of a tile; with groups of channels, they do not. In the gradient of a kernel,
-    these are the positions of the result.
 
-    Compiled for v5e (libtpu 0.0.42.1), 3 x 3 kernels take 1.6, 2.2 and 4.6 times the time of their operations with 192,
-    96 and 64 channels on both sides, and a 7 x 7 kernel from 3 to 192 channels takes 9.9 times. The fractions are
-    1 / 1.8, 1 / 1.8, 1 / 4 and 1 / 8.1.
+    A convolution has two more sizes: the positions in its result, and those in its kernel. The result's positions are
+    rows, and the kernel's are contracted. The smaller of the two sizes shares tiles with the channels, as far as it
+    fits. It does not if the channels are grouped. In the gradient of a kernel, the result has fewer positions.
+
+    Compiled for v5e (libtpu 0.0.42.1, `benchmarks/convolutions.py`), four convolutions take 1.6, 2.2, 4.5 and 9.9 times
+    as long as their operations: 3 x 3 kernels with 192, 96 and 64 channels, and a 7 x 7 kernel from 3 channels to 192.
+    This function gives 1 / 1.8, 1 / 1.8, 1 / 4 and 1 / 8.1.
+
+    Args:
+        rule: the product's rule.
+        strategy: which mesh axes shard its factors.
+        mesh: mesh axis -> size.
+        tile: elements along one side of a tile.
+        is_convolution: whether the product is a convolution.
     """
     if tile <= 1:
         return 1.0
@@ -59,7 +67,10 @@ def is_row_product(rule: Rule) -> bool:
 
 
 def is_depthwise(rule: Rule) -> bool:
-    """Say whether a convolution has a kernel for each channel, or is the gradient of one. It uses the vector units."""
+    """Say whether a convolution has a kernel for each channel, or computes the gradient of such a kernel.
+
+    XLA computes it on the vector units.
+    """
     rows, columns, contracted = _sides(rule)
     return any(all(_size(rule, f) == 1 for f in sides) for sides in (columns | contracted, columns | rows))
 
@@ -69,7 +80,7 @@ def _size(rule: Rule, factor: str) -> int:
 
 
 def _filled(size: int, more: Iterable[int], tile: int) -> int:
-    """Return a size times as many further ones as still fit a tile."""
+    """Multiply a size by further sizes, in their order, while the product fits a tile."""
     for each in more:
         if size * each > tile:
             break
@@ -96,7 +107,7 @@ def _groups(rule: Rule) -> set[str]:
 
 
 def _windows(rule: Rule) -> tuple[set[str], set[str]]:
-    """Return the factors of a convolution's positions in the result, and of those in the kernel."""
+    """Return the factors of a convolution's positions: those in the result, and those in the kernel."""
     left, right, out = _factors(rule)
     return out - left - right, right - left - out
 

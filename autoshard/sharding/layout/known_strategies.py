@@ -6,10 +6,10 @@ arguments, so equal arguments have equal strategies, whatever program they come 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autoshard._caches import drop_older_half
 from autoshard.sharding.layout.constants import MOST_KNOWN_STRATEGIES
 from autoshard.sharding.layout.operator_strategy import OperandSpecs, OperatorStrategy, choose_strategy
 from autoshard.sharding.machines.link_prices import LinkPrices
@@ -50,8 +50,7 @@ def known_strategy(
     found = _known.get(key)
     if found is None:
         if len(_known) >= MOST_KNOWN_STRATEGIES:
-            for old in list(itertools.islice(_known, (len(_known) + 1) // 2)):
-                del _known[old]
+            drop_older_half(_known)
         operands = OperandSpecs(rule.operands, operand_bytes, operand_specs, rule, mesh)
         results = OperandSpecs(rule.results, result_bytes, result_specs, rule, mesh)
         chosen = choose_strategy(rule, operands, results, mesh, flops, prices, forced)

@@ -11,13 +11,14 @@ from typing import Any
 
 from jax import lax
 
+from autoshard.sharding.program.operator_kinds import CONVOLUTION
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.ir.program import Op
 
 
 def is_matmul(op: Op) -> bool:
     """Whether an operator is a convolution whose window has one position, without groups or padding."""
-    if op.name != "conv_general_dilated":
+    if op.name != CONVOLUTION:
         return False
     params, (lhs, rhs), out = op.eqn.params, (v.aval for v in op.eqn.invars), op.eqn.outvars[0].aval
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1 or set(params["lhs_dilation"]) - {1}:

@@ -153,7 +153,7 @@ class Lowering:
         if op.name == "sharding_constraint":
             return [self.with_user_sharding(args[0], op.eqn.params["sharding"])]
         if op.name == "device_put":
-            return list(map(self.put, args, op.eqn.params["devices"]))
+            return list(map(_compat.put_in_memory_of, args, op.eqn.params["devices"]))
         if not is_decision_point(op):
             if op.name == "rev" and op.results[0] in self.layout.aliased_inputs:
                 self._reversed[op.results[0]] = op, args[0]
@@ -278,10 +278,6 @@ class Lowering:
             return x
         return lax.with_sharding_constraint(x, self.sharding(x, sharding.spec))
 
-    def put(self, x: Any, destination: Any) -> Any:
-        """Return `x` in the memory that a `device_put` in the user's program requests. The planner shards it."""
-        return x if (space := _compat.space_of_device_put(destination)) is None else jax.device_put(x, space)
-
     def constrain_like_parameter(self, op: Op, results: list[Any]) -> list[Any]:
         """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.
 
@@ -318,7 +314,8 @@ class Lowering:
             return self.solve(op, args)
         if name == "call_hi_primitive":
             return list(_compat.with_derivative_of(op.eqn, self.function(op.blocks[0]))(*args))
-        if (inner := op.blocks[0]).param == IMPLEMENTATION:  # its library defines its derivatives, so it is kept
+        inner = op.blocks[0]
+        if inner.param == IMPLEMENTATION:  # its library defines how it is differentiated and mapped, so it is kept
             return _compat.bind(op.eqn, params, *args)
         args = self.after_uses(op, args)
         with self.holding(self.held if name in OPEN_CALLS else {}):
@@ -335,8 +332,10 @@ class Lowering:
         """Return the operands of a body. Stored parameters among them wait for the last use before the body."""
         if self.order is None or not self.order.has_uses:
             return args
-        last, pairs = self.order.after_last, zip(args, op.operands, strict=True)
-        return [last(x, operand_spec(self.layout, v)) if self.is_parameter(v) else x for x, v in pairs]
+        return [
+            self.order.after_last(x, operand_spec(self.layout, v)) if self.is_parameter(v) else x
+            for x, v in zip(args, op.operands, strict=True)
+        ]
 
     def function(self, block: Block) -> Callable[..., list[Any]]:
         """Return a block as a function of its inputs, for a trace of its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class BestLinks(NamedTuple):
         return min([latency_us + us_per_byte * local_bytes for latency_us, us_per_byte in self.lines])
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # more than one search needs; only speed depends on it
 def best_links(topology: Topology, requested: ReshardKind, devices: int) -> BestLinks:
     """Return the least time of a collective over groups of a number of devices.
 
@@ -64,10 +65,7 @@ def _places(dims: tuple[Dim, ...], devices: int) -> Iterator[Pieces]:
         for n, dim in enumerate(dims)
     ]  # fmt: skip
     for pieces in itertools.product(*options):
-        count = 1
-        for piece in pieces:
-            count *= piece.size
-        if count == devices:
+        if math.prod([piece.size for piece in pieces]) == devices:
             spanned = tuple(piece for piece in pieces if piece.size > 1)
             yield from {spanned, spanned[::-1]}  # a network between slices is used in the order of the pieces
 

@@ -80,7 +80,7 @@ def plan_in_microbatches(
 
 
 def _are_enough(slow: Sequence[TooSlow]) -> bool:
-    """Whether further numbers are not tried after some that were too slow: they do not help, or the last did not."""
+    """Whether to stop after these numbers were too slow: more microbatches cannot help, or the last ones did not."""
     return slow[-1].is_final or (len(slow) > 1 and slow[-1].least_us >= (1 - GAIN) * slow[-2].least_us)
 
 

@@ -1,10 +1,10 @@
-"""The outcome of a search that found no plan within the time that is needed."""
+"""The outcome of a search without a plan that is fast enough."""
 
 from __future__ import annotations
 
 
 class TooSlow(Exception):  # noqa: N818 - an outcome, which the search handles itself
-    """No plan of a program takes less time than is needed.
+    """No plan of a program is fast enough.
 
     Attributes:
         least_us: a lower bound of the microseconds of a step.

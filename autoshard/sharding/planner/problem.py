@@ -239,13 +239,13 @@ class PlanningProblem:
                     self._check_sequence(best.name, best.layout)
         return best, others
 
-    def search(
-        self, existing: Mapping[int, Spec], fixed: Mapping[str, Any], counts: SearchCounts | None = None, **bounds: Any
-    ) -> tuple[Candidate, list[Candidate]]:
-        """The best of all candidates that have the existing and fixed shardings, and all; `bounds`: see `search`."""
+    def search(self, existing: Mapping[int, Spec], fixed: Mapping[str, Any], counts: SearchCounts | None = None,
+               *, most_us: float = math.inf, slow: set[str] | None = None
+               ) -> tuple[Candidate, list[Candidate]]:  # fmt: skip
+        """The best of all candidates that have the existing and fixed shardings, and all of them; see `search`."""
         pin = partial(self.with_fixed_shardings, existing=existing, fixed=fixed)
         return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
-                      self.machine.sizes, pin, counts, microbatches=self.traced.microbatches, **bounds)  # fmt: skip
+                      self.machine.sizes, pin, counts, most_us, self.traced.microbatches, slow)  # fmt: skip
 
     def with_fixed_shardings(self, layouts: Any, existing: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
         """Those layouts in which the existing and fixed shardings are possible, with these written into them."""

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.program.array_sizes import itemsize
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, CONVOLUTION
 from autoshard.spmdrules.core.rule import Dims
 from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, returning_list
@@ -131,7 +131,7 @@ def inner_program(fn: Callable[..., Any], operands: Shapes) -> Program | None:
 def _contraction_flops(op: Op, platform: str) -> float:
     rule = op.rule
     assert rule is not None
-    is_convolution = op.name == "conv_general_dilated"
+    is_convolution = op.name == CONVOLUTION
     first, other = map(_factors, reversed(rule.operands[:2]) if is_convolution else rule.operands[:2])
     free = [f for f in _factors(rule.results[0]) if f not in first and (is_convolution or f in other)]
     products, _ = masked_groups(op, platform)

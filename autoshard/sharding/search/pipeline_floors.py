@@ -1,10 +1,8 @@
 """Gives up the search of a pipeline if no plan of it can be fast enough.
 
-A search compares a pipeline with a plan without one, which is mostly the faster one. Lower bounds of the times of the
-known plans (`PipelineTime`) show it long before the plans are priced. They hold with groups of rows, with weights that
-are gathered once a step, and with every way of attention and device assignment. Plans that `state_spread` or
-`local_search` would make from the known ones have no bound of their own: the search starts from the fastest known plans
-only, and none of these is fast enough.
+A search compares pipelines with a plan without stages, and that plan is usually faster. Lower bounds of the known plans
+(`PipelineTime`) show this before any pipeline is priced. `state_spread` and `local_search` change the fastest known
+plans. Changed plans have no bounds, so they are given up together with the known ones.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ def check_in_time(
             and adds to them if it raises.
 
     Raises:
-        TooSlow: no plan does.
+        TooSlow: no plan can.
     """
     enough_us = most_us * (microbatches + stages - 1) / microbatches
     tried = [each for each in layouts if each[0] not in slow]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.program.operator_kinds import CONVOLUTION
 from autoshard.spmdrules.ir.program import Program
 
 _SPATIAL = {2: ("height", "width"), 3: ("depth", "height", "width")}  # the dimensions that a kernel slides along
@@ -25,7 +26,7 @@ def convolution_axes(program: Program, axes: LogicalAxes) -> tuple[dict[int, str
     channels: dict[int, str] = {}
     windows: set[int] = set()  # in the gradient of a kernel, they are dimensions of the result
     for op in program.ops():
-        if op.name != "conv_general_dilated":
+        if op.name != CONVOLUTION:
             continue
         numbers = op.eqn.params["dimension_numbers"]
         names = _SPATIAL.get(len(numbers.lhs_spec) - 2)

@@ -8,8 +8,8 @@ parameter, its transposes and its reshapes need one gather. The gradient of a re
 
 Values that are computed from gradients are not computed weights. They belong to the update of the parameters.
 
-Codes of 8 bits in the optimizer's state, such as moments, are decoded in shards. Values that are decoded from them are
-listed here, too.
+The optimizer's state may have codes of 8 bits, such as quantized moments. They are decoded in shards, and the decoded
+values are computed weights, too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def rearranged_weights(axes: LogicalAxes, computed: Mapping[int, int]) -> dict[i
 
 
 def _codes(op: Op) -> int:
-    """The operand that an operator may decode: by arithmetic, or as numbers of the rows of a table. -1 if none."""
+    """The operand that an operator may decode: by arithmetic, or as row numbers of a table. -1 if there is none."""
     if op.name == "gather":
         return op.operands[1]
     return op.operands[0] if decodes(op) else -1

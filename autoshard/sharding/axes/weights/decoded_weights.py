@@ -1,10 +1,10 @@
-"""Decoded weights: what a program computes from the codes of a quantized weight, and from their scales.
+"""Finds weights that a program decodes from quantized codes and their scales.
 
     (p["codes"].astype(float) - p["zeros"]) * p["scales"][:, None]
 
-A device gathers stored codes before it decodes them, because they have fewer bytes than the weight. So it computes the
-weight from whole codes. It also gathers scales and zero points before that. Otherwise XLA would compute the weight in
-their shards and gather it, too.
+Codes have fewer bytes than the weight. So a device gathers the codes first, and decodes the whole weight. It must also
+gather scales and zero points first. Otherwise XLA would decode in the shards of the scales, and gather the decoded
+weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def decoded_weights(
     has_batch: Sequence[bool],
     gradients: Collection[int],
 ) -> frozenset[int]:
-    """Finds the values that are computed from gathered codes, and what is computed from scales before they meet.
+    """Finds the values that are computed from gathered codes, and those computed from scales before they meet codes.
 
     Args:
         axes: the program's logical axes.
@@ -33,7 +33,7 @@ def decoded_weights(
         gradients: values that are computed from values with the batch, but do not have it.
 
     Returns:
-        The results of operators whose stored operands are gathered first.
+        Results of operators. Stored operands of these operators are gathered first.
     """
     program = axes.program
     aliases = {v for v, source in axes.parameter_aliases.items() if source in parameters}

@@ -34,13 +34,13 @@ from autoshard.spmdrules.ir.program import Op
 
 Pricer = Callable[[int, OperatorClass, CanonicalLayout], tuple[Price, Names]]
 Timer = Callable[[ReshardKind, tuple[str, ...], float], tuple[float, bool]]
-"""Returns the microseconds of a collective and whether compute can hide it if it moves parameters or gradients.
+"""Returns the microseconds of a collective, and whether compute can hide it if it moves parameters or gradients.
 
-Its arguments are the kind, the mesh axes, and the bytes of each device's operand."""
+Its arguments are the kind, the mesh axes, and the bytes of one device's operand."""
 Total = Callable[[Sequence[float], Sequence[float], float, float], float]
-"""Returns a bound from `kernels_us` and `hideable_us / r` of each stretch, and two parts of `exposed_us`.
+"""Returns a bound. Its arguments are `kernels_us` and `hideable_us / r` of each stretch, and `exposed_us` in two parts.
 
-They are the collectives of activations, and those of parameters and gradients."""
+The parts are the collectives of activations, and the collectives of parameters and gradients."""
 Runs = tuple[tuple[int, float], ...]
 """The stretches in which some operators run, each with the number of their runs in a step."""
 

@@ -1,7 +1,7 @@
-"""Lower bounds of the time of a pipeline, for all ways to run its plan.
+"""Lower bounds of the step time of a pipeline. One bound holds for all ways to run a layout.
 
-A pipeline is searched as it is, then with groups of rows, with weights that the stages gather once a step, and with
-other ways of attention. The bound of a layout holds for all of them:
+The planner first searches a pipeline as it is. Then it tries groups of rows, gathers weights once a step, and changes
+how attention runs. The bound of a layout holds for each of these plans:
 
     step_us >= exposed_us + min(
         sum over stretches of max(kernels_us, hideable_us) + waiting_us    state is moved in each tick
@@ -14,10 +14,11 @@ other ways of attention. The bound of a layout holds for all of them:
     waiting_us   collectives of parameters and gradients that it cannot hide
     ticks        at least the number of ticks
 
-The second sum is for plans that can have groups of rows. All others reduce gradients in each tick. But their stages may
-gather weights once a step, so these gathers are left out. All collectives are over the best links that they may have
-(`best_links`), so the bound holds for all device assignments. Where attention may run in several ways, its kernels are
-those of the fastest way, and its collectives are left out.
+The second sum counts only for plans that can have groups of rows. Other plans reduce gradients in each tick. Their
+stages may gather weights once a step, so the bound leaves out these gathers.
+
+Each collective has the best links that any device assignment gives it (`best_links`). If attention can run in several
+ways, the bound counts the kernels of the fastest way, and no collectives of attention.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from autoshard.spmdrules.ir.program import Op
 
 
 class PipelineTime:
-    """Lower bounds of the time of the steps of one program that is cut into stages.
+    """Computes lower bounds of the step time of a program that is cut into stages.
 
     Args:
         classes: the operator classes of the program.
@@ -110,7 +111,7 @@ class PipelineTime:
         return self._bounds(canonical, timer, price_of_any, is_state, total_us)
 
     def _links_of(self, kind: ReshardKind, devices: int) -> tuple[BestLinks, bool]:
-        """Return the best links of a collective, and whether compute can hide it on some links."""
+        """Return the best links of a collective, and whether compute can hide it on any of them."""
         found = self._links.get((kind, devices))
         if found is None:
             links = best_links(self._topology, kind, devices)

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from autoshard._caches import drop_older_half
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.constants import MOST_KNOWN_PRICES
@@ -26,10 +27,9 @@ _prices: dict[Any, Price] = {}
 _counter = itertools.count()  # no number is used again, because models keep the numbers of their classes
 
 
-def _forget_half(needed: int) -> None:
-    """Forget the older half of the prices, and the numbers of operator classes without prices, except `needed`."""
-    for old in list(itertools.islice(_prices, (len(_prices) + 1) // 2)):
-        del _prices[old]
+def _drop_older_half(needed: int) -> None:
+    """Delete the older half of the prices. Also delete the classes that have no price left, except number `needed`."""
+    drop_older_half(_prices)
     kept = {needed, *(number for number, *_ in _prices)}
     for key in [key for key, (number, _) in _numbers.items() if number not in kept]:
         del _numbers[key]
@@ -67,7 +67,7 @@ class KnownPrices:
         found = _prices.get(key)
         if found is None:
             if len(_prices) >= MOST_KNOWN_PRICES:
-                _forget_half(number)
+                _drop_older_half(number)
             found = _prices[key] = compute()
         return found
 

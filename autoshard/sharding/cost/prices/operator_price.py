@@ -127,8 +127,8 @@ class OperatorPrices:
     def least_us(self, op_class: OperatorClass, devices: int) -> float:
         """Return the least microseconds of one run of a class's kernel under any layout.
 
-        Its work is divided over all devices. Declared operators state the cost of a shard, so they count as 0. But the
-        work of attention that can run over a sharded sequence does not become less by sharding.
+        Its work is divided over all devices. Declared operators state the cost of a shard, so they count as 0. An
+        exception is attention that can run over a sharded sequence: sharding does not reduce its total work.
         """
         op = op_class.op
         known, facts = self._known_of(op), op_class.facts(self.axes, self.fusion)
@@ -145,13 +145,12 @@ class OperatorPrices:
         return self._known[op]
 
     def _find_out(self, op: Op) -> _Known:
-        chip, is_product, on_vectors = self.target.chip, op.name in CONTRACTIONS, False
+        chip, is_product = self.target.chip, op.name in CONTRACTIONS
         flops_by_type = matmul_flops(op, self.target.platform)
-        if is_product and chip.tile > 1 and op.rule is not None:
-            if op.name == CONVOLUTION:
-                on_vectors = is_depthwise(op.rule)
-            elif is_row_product(op.rule):
-                flops_by_type = {}
+        rule = op.rule if is_product and chip.tile > 1 else None
+        on_vectors = rule is not None and op.name == CONVOLUTION and is_depthwise(rule)
+        if rule is not None and op.name != CONVOLUTION and is_row_product(rule):
+            flops_by_type = {}
         busy_s = sum(
             flops / (chip.vector_ops if on_vectors else chip.reached(size, integer=integer))
             for (size, integer), flops in flops_by_type.items()
