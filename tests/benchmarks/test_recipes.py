@@ -24,6 +24,7 @@ from referee_calibration import efficiencies
 
 from autoshard.models.remat.policies import remat_problems
 from autoshard.models.workloads import WORKLOADS
+from autoshard.sharding.audit import Compiled
 from autoshard.sharding.machines.targets import find_target
 from autoshard.train.program.build import workload_step
 
@@ -519,3 +520,15 @@ def test_the_table_marks_a_program_that_exceeds_the_memory():
 def test_a_recipe_of_several_slices_names_them():
     recipe = read_recipes(OWN)[10].recipe
     assert isinstance(recipe, Recipe) and recipe.machine == "v6e:16x16*2"
+
+
+def test_exposed_seconds_of_a_row_include_copies(tmp_path, monkeypatch):
+    store = Store("case", "v6e:4x4", tmp_path)
+    judged = SimpleNamespace(
+        step={"joined": 2.0}, exposed={"joined": 0.25}, copies={"joined": 0.5},
+        wire_bytes=0.0, memory_bytes=1.0, peak_bytes=1.0, memory_limit=2.0,
+    )  # fmt: skip
+    monkeypatch.setattr(plan_rows, "estimate", lambda *_: judged)
+    result = Compiled("ok", versions={}, memory={})
+    planned = Planned("plan", "fsdp:16", "fsdp:16", "full", 1, None)
+    assert store._row(planned, {}, "digest", result).exposed == {"joined": 0.75}

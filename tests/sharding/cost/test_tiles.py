@@ -1,11 +1,16 @@
 """Arrays in the tiles of a TPU's memory."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from autoshard import operator, plan
 from autoshard.models.workloads import workload
+from autoshard.sharding.cost.tiles import filled_tile_fraction
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_step
 
 
@@ -150,16 +155,14 @@ def test_few_rows_on_each_device_are_no_reason_to_shard_channels():
     assert 1.5 * estimates[0].step_time_us < estimates[1].step_time_us
 
 
-def test_grouped_products_fill_tiles_as_products_do():
-    """Their groups, which only the weights have, are no positions in a kernel."""
-    rows, groups, width, hidden = 4096, 8, 512, 2048
-    shapes = (rows, width), (groups, width, hidden), (groups,)
-    arrays = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in zip(shapes, ("bfloat16", "bfloat16", "int32"), strict=True)
-    ]
-    made = plan(jax.lax.ragged_dot, *arrays, target="v5e:1x1", plan="dp:1")
-    assert made.estimate.step_time_us < 2 * 2 * rows * width * hidden / 197e12 * 1e6 + 100
+def test_the_groups_of_a_grouped_product_are_no_positions():
+    """Only the weights have them, as a kernel has its positions. So 64 contracted elements fill half of a tile."""
+    arrays = [jax.ShapeDtypeStruct((4096, 64), "bfloat16"), jax.ShapeDtypeStruct((8, 64, 2048), "bfloat16")]
+    made = plan(jax.lax.ragged_dot, *arrays, jax.ShapeDtypeStruct((8,), "int32"), target="v5e:1x1", plan="dp:1")
+    program = bound_or_error(made.bound).problem.axes.program
+    (product,) = (op for op in program.ops() if op.name == "ragged_dot_general")
+    assert product.rule is not None
+    assert filled_tile_fraction(product.rule, cast(Any, SimpleNamespace(factors={})), {}, 128) == 0.5
 
 
 @operator("b d, d e -> b e; whole d e")

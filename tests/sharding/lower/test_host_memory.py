@@ -134,6 +134,20 @@ def test_a_device_put_with_a_sharding(mesh8: Mesh) -> None:
     np.testing.assert_array_equal(kept, x * 2)
 
 
+def test_a_value_visits_host_memory_that_a_sharding_names(mesh8: Mesh) -> None:
+    """It is no result, so only the `device_put` of the program says where it is."""
+
+    def step(x: jax.Array) -> jax.Array:
+        waiting = jax.device_put(x * 2, NamedSharding(mesh8, P("data"), memory_kind="pinned_host"))
+        return jax.device_put(waiting, NamedSharding(mesh8, P("data"), memory_kind="device")) + 1
+
+    x = jnp.arange(16.0).reshape(8, 2)
+    np.testing.assert_array_equal(plan(step, x).jit()(x), x * 2 + 1)
+    for_tpu = plan(step, x, target="v5e:2x4")
+    text = deserialize(bytearray(export_plan(bound_or_error(for_tpu.bound).executable).program)).mlir_module()
+    assert 'buffer_placement = "pinned_host"' in text
+
+
 def test_arithmetic_with_both_memories_is_refused() -> None:
     step = auto_shard(lambda state, x: state["mean"] + x, plan="dp:8")
     with pytest.raises(PlanError, match=r"combines values in host memory with values in device .*\n?.*'state/mean'"):

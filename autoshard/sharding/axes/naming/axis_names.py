@@ -53,13 +53,12 @@ def name_axes(
     name_axis(roles.residual, "embed")
     for c in roles.experts:
         name_axis(c, "experts")
-    spatial, channels, windows = convolution_axes(program, axes)
-    tables = [c for c in roles.vocabulary if c not in names and c not in channels]
+    spatial, channels = convolution_axes(program, axes)
+    tables = [c for c in roles.vocabulary if c not in names]
     for c in tables:
         name_axis(c, "vocab")
     for c in roles.output_classes:
-        if c not in windows:
-            name_axis(c, channels.get(c) or ("vocab" if tables else "classes"))
+        name_axis(c, channels.get(c) or ("vocab" if tables else "classes"))
     for c in roles.heads:
         name_axis(c, "heads")
     for c in roles.sequence:
@@ -73,8 +72,7 @@ def name_axes(
         name_axis(c, "latent")
     data_dims = [dim for v, role in roles.inputs.items() if role == "data" for dim in axes.of_value[v]]
     for c in roles.parallel:
-        if c not in windows:
-            name_axis(c, channels.get(c) or ("features" if any(c in dim for dim in data_dims) else "ffn"))
+        name_axis(c, channels.get(c) or ("features" if any(c in dim for dim in data_dims) else "ffn"))
     for c, name in (spatial | channels).items():
         name_axis(c, name)
     for c in sorted(axes.stacked):

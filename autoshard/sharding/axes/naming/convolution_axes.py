@@ -9,8 +9,8 @@ from autoshard.spmdrules.ir.program import Program
 _SPATIAL = {2: ("height", "width"), 3: ("depth", "height", "width")}  # the dimensions that a kernel slides along
 
 
-def convolution_axes(program: Program, axes: LogicalAxes) -> tuple[dict[int, str], dict[int, str], set[int]]:
-    """Find the axes of the inputs, results and kernels of convolutions.
+def convolution_axes(program: Program, axes: LogicalAxes) -> tuple[dict[int, str], dict[int, str]]:
+    """Find the axes of the inputs and results of convolutions.
 
     A convolution along one dimension is over a sequence, which is not among them.
 
@@ -19,8 +19,7 @@ def convolution_axes(program: Program, axes: LogicalAxes) -> tuple[dict[int, str
         axes: its logical axes.
 
     Returns:
-        Axis -> `height`, `width` or `depth`; axis -> `channels`, for features, both in the order of the program; and
-        the axes of the positions in kernels.
+        Axis -> `height`, `width` or `depth`; and axis -> `channels`, for features. Both in the order of the program.
     """
     spatial: dict[int, str] = {}
     channels: dict[int, str] = {}
@@ -39,4 +38,4 @@ def convolution_axes(program: Program, axes: LogicalAxes) -> tuple[dict[int, str
                 channels |= dict.fromkeys(dims[features], "channels")
                 found = {c: name for d, name in zip(along, names, strict=True) for c in dims[d]}
                 spatial |= {c: name for c, name in found.items() if c not in windows}
-    return spatial, {c: name for c, name in channels.items() if c not in spatial}, windows
+    return spatial, {c: name for c, name in channels.items() if c not in spatial}

@@ -34,6 +34,14 @@ CODINGS = {
         lambda p: (p["codes"].reshape(-1, BLOCK, COLUMNS).astype("float32") - p["zeros"][:, None]) * p["scale"],
         {"codes": (ROWS, COLUMNS), "scale": (COLUMNS,), "zeros": (ROWS // BLOCK, COLUMNS)},
     ),
+    "repeated": (
+        lambda p: p["codes"] * jnp.repeat(p["scale"], BLOCK, axis=1),
+        {"codes": (ROWS, COLUMNS), "scale": (ROWS, COLUMNS // BLOCK)},
+    ),
+    "repeated rows": (
+        lambda p: p["codes"] * jnp.repeat(p["scale"], 2)[:, None],
+        {"codes": (ROWS, COLUMNS), "scale": (ROWS // 2,)},
+    ),
     "table": (by_table, {"codes": (ROWS, COLUMNS // 2), "scale": (ROWS * COLUMNS // BLOCK,)}),
 }
 
