@@ -4,7 +4,7 @@
     python benchmarks/option_limits.py products v6e --sizes 2048x8192  # one size
     python benchmarks/option_limits.py gathers                         # all machines
     python benchmarks/option_limits.py gathers v5p:2x2x2
-    python benchmarks/option_limits.py kept                            # gathers over three dimensions, kept or not
+    python benchmarks/option_limits.py kept                            # gathers over several dimensions, kept or not
     python benchmarks/option_limits.py --show                          # the stored rows, without compiling
 
 `products` compiles an MLP and its gradients on one device (16384 rows in bfloat16; with a gate, and at a width of 2048
@@ -13,7 +13,7 @@ with gelu) under limits of the vector memory that an operator may use. Ratios ar
 `gathers` compiles a step of gradient descent of four scanned layers of two products (2048 x 8192 in bfloat16) under
 the chip's default options, with SparseCore gathers over one, two and three torus dimensions. Ratios are to one
 dimension alone. `exposed` is the exposed part of the gathers' time. `kept` compiles such a step under the default
-options, which keep a gather over three dimensions as it is, and without that option. It has no gathers then.
+options, which keep a gather over several dimensions as it is, and without that option. It has fewer gathers then.
 
 Times are those of the audit. Nothing runs. Each row is stored in `results/option_limits.json`. The tables in
 `autoshard.sharding.machines.options.option_sets` are these rows.
@@ -60,7 +60,13 @@ GATHERS: Mapping[str, tuple[str, int]] = {
     "v5p:2x2x4": ("fsdp:16", 1024),
     "v5p:2x2x2": ("fsdp:8", 1024),
 }
-KEPT: Mapping[str, tuple[str, int]] = {"v5p:4x4x4": ("fsdp:64", 4096), "tpu7x:4x4x4": ("fsdp:128", 4096)}
+KEPT: Mapping[str, tuple[str, int]] = {
+    "v5p:4x4x4": ("fsdp:64", 4096),
+    "tpu7x:4x4x4": ("fsdp:128", 4096),
+    "v5e:8x8": ("fsdp:64", 4096),
+    "v5e:16x16": ("fsdp:256", 4096),
+    "v6e:16x16": ("fsdp:256", 4096),
+}
 LAYERS, WIDTH, HIDDEN = 4, 2048, 8192
 _GATHER = "xla_tpu_enable_sparse_core_collective_offload_{}all_gather"
 DIMENSIONS = ("2d_", "3d_")

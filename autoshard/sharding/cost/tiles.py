@@ -57,13 +57,13 @@ def filled_tile_fraction(
     return math.prod([n / (-(-n // tile) * tile) for n in sorted(sizes)[:2]])
 
 
-def is_row_product(rule: Rule) -> bool:
-    """Say whether a contraction multiplies rows with rows: neither operand has a dimension that the other lacks.
+def is_vector_product(rule: Rule) -> bool:
+    """Say whether a contraction is a product with vectors: an operand has no rows or columns, or nothing is contracted.
 
-    XLA compiles it as elementwise products and sums, which do not use the matrix unit (libtpu 0.0.42.1, v5e).
+    XLA compiles it as elementwise products and sums, which do not use the matrix unit (libtpu 0.0.42.1, v5e and v6e:
+    `bk,bkn->bn`, `bk,bk->b`, `bm,bn->bmn`). With two rows for each entry of the batch, it uses the matrix unit.
     """
-    rows, columns, _ = _sides(rule)
-    return all(_size(rule, f) == 1 for f in rows | columns)
+    return any(all(_size(rule, f) == 1 for f in side) for side in _sides(rule))
 
 
 def is_depthwise(rule: Rule) -> bool:

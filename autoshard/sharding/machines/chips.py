@@ -94,7 +94,7 @@ class Chip:
         hides: kinds of collectives that the compiler makes asynchronous under `options`, so that compute hides them.
         synchronous_gathers: gathers over groups of up to this many devices are synchronous in spite of `hides`.
         gather_dims: so are gathers over groups that are not a box of neighbours in so many dimensions of the torus.
-        keeps_gathers: the compiler keeps a gather over three dimensions of the torus as it is. Then no gather is
+        keeps_gathers: the compiler keeps a gather over several dimensions of the torus as it is. Then no gather is
             synchronous because of its group.
         keeps_reduce_scatters: the compiler emits reduce-scatters. Otherwise it emits all-reduces instead.
         options: compiler options (`options.default_options`). They are part of every plan for this chip.

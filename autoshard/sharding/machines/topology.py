@@ -88,7 +88,7 @@ class Topology:
 
     Attributes:
         dims: its dimensions, outermost first.
-        keeps_gathers: whether the compiler keeps an all-gather over three dimensions of a torus as it is.
+        keeps_gathers: whether the compiler keeps an all-gather over several dimensions of a torus as it is.
         keeps_reduce_scatters: whether the compiler emits reduce-scatters on a torus.
     """
 
@@ -193,19 +193,24 @@ class Topology:
     def compiled(self, kind: ReshardKind, pieces: Pieces, local_bytes: float) -> tuple[ReshardKind, float]:
         """The collective that XLA:TPU emits for a requested one, and the bytes of its operand on each device.
 
-        On a torus, a reduce-scatter over three dimensions, or over two lines of equal length, becomes an all-reduce
-        whose result is sliced. This holds for all reduce-scatters if the compiler emits none. An all-gather over three
-        dimensions becomes an all-reduce of shards padded with zeros, unless the compiler keeps it. Pieces of two
-        devices do not count as dimensions here.
+        A reduce-scatter over a whole torus (of one slice) becomes an all-reduce whose result is sliced, if the torus
+        has three dimensions or is a square. This holds for all reduce-scatters if the compiler emits none. An
+        all-gather over three dimensions becomes an all-reduce of shards padded with zeros, unless the compiler keeps
+        it. Dimensions of two devices do not count here, neither those of the torus nor those of a group.
         """
         rings = [p for p in self.merged(pieces) if self.dims[p.dim].kind == "ring" and p.size > 2]
-        lines = [p for p in rings if not self._closed(p)]
-        square = len(lines) > 1 and len({p.size for p in lines}) == 1
-        if kind == "reduce-scatter" and (len(rings) > 2 or square or not self.keeps_reduce_scatters):
+        whole = math.prod(p.size for p in pieces if self.dims[p.dim].kind == "ring") == self._torus
+        alike = len(rings) > 2 or len(rings) == 2 and rings[0].size == rings[1].size
+        if kind == "reduce-scatter" and (whole and alike or not self.keeps_reduce_scatters):
             return "all-reduce", local_bytes
         if kind == "all-gather" and len(rings) > 2 and not self.keeps_gathers:
             return "all-reduce", local_bytes * math.prod(p.size for p in pieces)
         return kind, local_bytes
+
+    @cached_property
+    def _torus(self) -> int:
+        """The number of devices of one slice's torus."""
+        return math.prod(dim.size for dim in self.dims if dim.kind == "ring")
 
     def _closed(self, piece: Piece) -> bool:
         dim = self.dims[piece.dim]

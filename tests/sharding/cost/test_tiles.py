@@ -67,17 +67,33 @@ def test_parameters_that_a_loop_casts_have_a_copy_on_tpus():
     assert estimate(20) == pytest.approx(14.39, rel=0.05)
 
 
-def test_products_of_rows_with_rows_take_the_time_of_their_bytes():
+def einsum_us(spec, *shapes):
+    """The estimated time of a product on one device of v5e, and the least time of its bytes."""
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    result = jax.eval_shape(lambda *x: jnp.einsum(spec, *x), *arrays)
+    made = plan(lambda *x: jnp.einsum(spec, *x), *arrays, target="v5e:1x1", plan="dp:1")
+    return made.estimate.step_time_us, 2 * sum(x.size for x in (*arrays, result)) / 819e9 * 1e6
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("bshd,bshd->bsh", [(8, 2048, 64, 64)] * 2),  # rows with rows
+        ("tk,tkn->tn", [(4096, 2), (4096, 2, 2560)]),  # a vector for each entry of the batch
+        ("tn,tkn->tk", [(4096, 2560), (4096, 2, 2560)]),
+        ("tn,tm->tnm", [(4096, 128), (4096, 512)]),  # nothing is contracted
+        ("k,kn->n", [(4096,), (4096, 4096)]),
+    ],
+)
+def test_products_with_vectors_take_the_time_of_their_bytes(spec, shapes):
     """XLA compiles them as sums of elementwise products, so the matrix unit's tiles do not matter."""
+    found_us, bytes_us = einsum_us(spec, *shapes)
+    assert bytes_us < found_us < 2 * bytes_us
 
-    def us(spec, *shapes):
-        arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
-        return plan(lambda *x: jnp.einsum(spec, *x), *arrays, target="v5e:1x1", plan="dp:1").estimate.step_time_us
 
-    rows = 8, 2048, 64, 64
-    bytes_us = 2 * 2 * 8 * 2048 * 64 * 64 / 819e9 * 1e6  # of both operands, in bfloat16
-    assert bytes_us < us("bshd,bshd->bsh", rows, rows) < 2 * bytes_us
-    assert us("bshd,bthd->bhst", rows, rows) > 20 * bytes_us
+def test_products_of_matrices_use_the_matrix_unit():
+    found_us, bytes_us = einsum_us("mk,kn->mn", (4096, 4096), (4096, 4096))
+    assert found_us > 4 * bytes_us
 
 
 def convolution_us(x, kernel, stride=1, groups=1, gradient=False, target="v5e:1x1"):
@@ -133,6 +149,14 @@ def test_depthwise_convolutions_use_the_vector_units(gradient):
     operations_us = 2 * 16 * 56 * 56 * 192 * 49 / 6.1e12 * 1e6
     runs = 2 if gradient else 1
     assert runs * operations_us <= 1.02 * us < runs * 1000
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_gpus_take_the_time_of_the_bytes_for_depthwise_convolutions(gradient):
+    size, channels = 56, 192
+    found_us = convolution_us((64, size, size, channels), (3, 3, 1, channels), 1, channels, gradient, "h100:1x1")
+    bytes_us = 2 * 2 * 64 * size * size * channels / 3350e9 * 1e6
+    assert bytes_us < found_us < 4 * bytes_us  # the gradient reads the result, too
 
 
 def test_few_rows_on_each_device_are_no_reason_to_shard_channels():

@@ -164,10 +164,15 @@ def test_latency_grows_with_the_devices_of_one_process():
         ("v5e:4x4", {"a": 16}, ("a",), "all-reduce", "all-gather"),  # two lines
         ("v6e:8x8", {"a": 64}, ("a",), "all-reduce", "all-gather"),
         ("v6e:4x8", {"a": 32}, ("a",), "reduce-scatter", "all-gather"),  # two lines that are not equally long
+        ("v5e:16x16", {"a": 256}, ("a",), "all-reduce", "all-gather"),  # two rings
+        ("v5e:16x16", {"b": 2, "a": 128}, ("a",), "reduce-scatter", "all-gather"),
+        ("v5e:4x4*2", {"b": 2, "a": 16}, ("a",), "all-reduce", "all-gather"),  # a whole slice
+        ("v5p:4x4x2", {"b": 2, "a": 16}, ("a",), "reduce-scatter", "all-gather"),  # a square that is half a slice
+        ("v5p:4x4x2", {"a": 32}, ("a",), "all-reduce", "all-gather"),
         ("v5e:4x4", {"a": 4, "b": 4}, ("b",), "reduce-scatter", "all-gather"),
         ("v5e:2x2", {"a": 4}, ("a",), "reduce-scatter", "all-gather"),
         ("v5e:2x4", {"a": 8}, ("a",), "reduce-scatter", "all-gather"),
-        ("v5p:4x4x4", {"a": 16, "b": 4}, ("a",), "reduce-scatter", "all-gather"),  # a closed plane
+        ("v5p:4x4x4", {"a": 16, "b": 4}, ("a",), "reduce-scatter", "all-gather"),  # a plane
         ("v4:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-reduce"),
         ("v5p:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-gather"),  # by an option of every plan
         ("v5p:4x4x4", {"b": 2, "a": 32}, ("a",), "reduce-scatter", "all-gather"),  # two neighbours of a plane

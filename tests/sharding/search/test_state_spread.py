@@ -44,19 +44,21 @@ def step(state, batch):
     return jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments
 
 
-def made(words, target="v5p:8x8x4"):
+def made(words, target="v5p:4x4x4"):
     params = [jax.ShapeDtypeStruct((4096, 4096), "float32")] * 4
     batch = jax.ShapeDtypeStruct((8, 65536, 4096), "bfloat16")
     return plan(step, (params, params), batch, target=target, plan=words)
 
 
-def test_less_spreading_can_be_faster_on_256_chips():
-    """Gradients are summed over 128 of 256 devices in shards, and over the other mesh axis as a whole."""
-    wide, narrow = made("zero1:256"), made("dp:2 zero1:128")
-    assert narrow.estimate.step_time_us < 0.6 * wide.estimate.step_time_us
+def test_less_spreading_can_be_faster():
+    """Gradients are summed over 32 of 64 devices in shards, and over the other mesh axis as a whole.
+
+    Over all 64 devices of this torus, XLA sums whole gradients.
+    """
+    wide, narrow = made("zero1:64"), made("dp:2 zero1:32")
+    assert narrow.estimate.step_time_us < 0.7 * wide.estimate.step_time_us
     assert narrow.estimate.memory_bytes["optimizer"] == pytest.approx(2 * wide.estimate.memory_bytes["optimizer"])
 
 
 def test_the_search_tries_other_spreads():
-    names = [name for name, _, _ in made(None).candidates]
-    assert "dp:2 zero1:64 tp:2" in names and "dp:2 zero1:64 tp:2 tp+optimizer" not in names  # both are the same
+    assert "dp:2 zero1:32" in [name for name, _, _ in made(None).candidates]

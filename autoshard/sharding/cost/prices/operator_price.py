@@ -23,7 +23,7 @@ from autoshard.sharding.cost.equivalence_classes import Facts, OperatorClass, mo
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.cost.prices.price import Price
-from autoshard.sharding.cost.tiles import filled_tile_fraction, is_depthwise, is_row_product
+from autoshard.sharding.cost.tiles import filled_tile_fraction, is_depthwise, is_vector_product
 from autoshard.sharding.layout.operator_sharding import strategy_for_specs
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, shard_types
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
@@ -148,11 +148,9 @@ class OperatorPrices:
         chip, is_product = self.target.chip, op.name in CONTRACTIONS
         flops_by_type = matmul_flops(op, self.target.platform)
         rule = op.rule if is_product and chip.tile > 1 else None
-        on_vectors = rule is not None and op.name == CONVOLUTION and is_depthwise(rule)
-        if rule is not None and op.name != CONVOLUTION and is_row_product(rule):
-            flops_by_type = {}
+        on_vectors = rule is not None and (is_depthwise if op.name == CONVOLUTION else is_vector_product)(rule)
         busy_s = sum(
-            flops / (chip.vector_ops if on_vectors else chip.reached(size, integer=integer))
+            flops / ((chip.vector_ops or math.inf) if on_vectors else chip.reached(size, integer=integer))
             for (size, integer), flops in flops_by_type.items()
         )
         return _Known(

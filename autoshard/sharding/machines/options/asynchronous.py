@@ -9,8 +9,10 @@ neighbours or not. Otherwise only those over boxes of more than 4 neighbouring d
 (16 chips of a plane, all of v5p:2x2x2 and 2x2x4).
 
 A gather over three dimensions of a torus becomes an all-reduce of shards padded with zeros, which is synchronous and
-sends twice the bytes. On v5p and tpu7x, `prefer_async_allgather_to_allreduce` keeps it as an asynchronous gather if
-gathers run on the SparseCores; without them the option changes nothing (v5p:4x4x4, tpu7x:4x4x4).
+sends twice the bytes. On v5e and v6e, so do some gathers over two dimensions: those over v5e:8x8, and those over
+v5e:8x16, v5e:16x16 and v6e:16x16 whose shards do not fill the tiles of the memory (16 rows or 128 columns in bfloat16).
+`prefer_async_allgather_to_allreduce` keeps them as asynchronous gathers. On v5p, v6e and tpu7x it needs gathers on the
+SparseCores, else it changes nothing (v5p:4x4x4, v6e:16x16, tpu7x:4x4x4). On v4 it changes nothing (v4:4x4x4).
 
 On tpu7x, every reduce-scatter that does not run on the SparseCores becomes an all-reduce, even over the 8 devices of
 tpu7x:2x2x1 (`benchmarks/reductions.py tpu7x:2x2x1`).
@@ -24,7 +26,12 @@ from autoshard.sharding.machines.options.option_table import Options
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
 _REDUCTIONS: Mapping[str, str] = {"reduce-scatter": f"{_OFFLOAD}reduce_scatter", "all-reduce": f"{_OFFLOAD}all_reduce"}
-_KEEPING = ("v5p", "tpu7x")
+_KEEP = "xla_tpu_prefer_async_allgather_to_allreduce"
+_KEEPING: Mapping[str, tuple[str, ...]] = {
+    "v5e": (_KEEP,),
+    **dict.fromkeys(("v5p", "v6e", "tpu7x"), (f"{_OFFLOAD}all_gather", _KEEP)),
+}
+"""Chip -> the options that keep gathers as they are. Source: see above."""
 _GATHERING = ("v5e", "v5p", "v6e", "tpu7x")
 _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 _REDUCING_BY_DEFAULT = ("tpu7x",)
@@ -77,14 +84,13 @@ def gathers_beside_compute(chip: str, devices: int, options: Options) -> bool:
 
 
 def keeps_gathers(chip: str, options: Options) -> bool:
-    """Return whether the compiler for a TPU keeps a gather over three dimensions of the torus as an all-gather.
+    """Return whether the compiler for a TPU keeps each gather over several dimensions of the torus as an all-gather.
 
     >>> from autoshard.sharding.machines.options import named_set
     >>> keeps_gathers("v5p", {}), keeps_gathers("v5p", named_set("sparse-core-gathers", "v5p").options["v5p"])
     (False, True)
     """
-    needed = (f"{_OFFLOAD}all_gather", "xla_tpu_prefer_async_allgather_to_allreduce")
-    return chip in _KEEPING and all(_is_on(options, option) for option in needed)
+    return chip in _KEEPING and all(_is_on(options, option) for option in _KEEPING[chip])
 
 
 def keeps_reduce_scatters(chip: str, options: Options) -> bool:

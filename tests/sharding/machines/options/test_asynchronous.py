@@ -47,11 +47,30 @@ def test_a_chip_hides_what_its_default_sets_make_asynchronous():
     assert set(asynchronous_kinds("v6e", requested)) == {"all-gather", "reduce-scatter", "all-reduce"}
 
 
-def test_gathers_over_three_dimensions_are_kept_by_default():
-    for name in ("v4", "v5p", "tpu7x"):
+def test_gathers_over_several_dimensions_are_kept_by_default():
+    for name in ("v4", "v5e", "v5p", "v6e", "tpu7x"):
         options = default_options(name)
         assert CHIPS[name].keeps_gathers == keeps_gathers(name, options) == (name != "v4")
         assert not keeps_gathers(name, {**options, KEEP: "false"})
+
+
+def test_only_v5e_keeps_gathers_without_sparse_cores():
+    for name in ("v5e", "v5p", "v6e", "tpu7x"):
+        assert keeps_gathers(name, {KEEP: "true"}) == (name == "v5e")
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "words"), [("v5e:8x8", "fsdp:64"), ("v5e:16x16", "fsdp:256")])
+def test_small_shards_are_gathered_not_added(target, words):
+    """A shard of 512 or 1024 rows on so many devices does not fill a tile of the memory."""
+    width, devices = (512, 64) if target == "v5e:8x8" else (1024, 256)
+    up, down = (jax.ShapeDtypeStruct((4, *shape), "bfloat16") for shape in ((width, 2048), (2048, width)))
+    x = jax.ShapeDtypeStruct((devices * 512, width), "bfloat16")
+    made = plan(step, {"up": up, "down": down}, x, target=target, plan=words)
+    for options, kept in ((made.compiler_options["tpu"], True), ({}, False)):
+        in_loops = [c for c in made.verify(options=options).collectives if c.trips > 1]
+        assert any(each.kind == "all-gather" for each in in_loops) == kept
 
 
 def test_on_tpu7x_only_the_sparse_cores_have_reduce_scatters():
