@@ -13,7 +13,8 @@ with gelu) under limits of the vector memory that an operator may use. Ratios ar
 `gathers` compiles a step of gradient descent of four scanned layers of two products (2048 x 8192 in bfloat16) under
 the chip's default options, with SparseCore gathers over one, two and three torus dimensions. Ratios are to one
 dimension alone. `exposed` is the exposed part of the gathers' time. `kept` compiles such a step under the default
-options, which keep a gather over several dimensions as it is, and without that option. It has fewer gathers then.
+options, which keep a gather over several dimensions as it is, and without that option. It has fewer gathers then. On
+v5e and v6e the width is 1024.
 
 Times are those of the audit. Nothing runs. Each row is stored in `results/option_limits.json`. The tables in
 `autoshard.sharding.machines.options.option_sets` are these rows.
@@ -60,14 +61,14 @@ GATHERS: Mapping[str, tuple[str, int]] = {
     "v5p:2x2x4": ("fsdp:16", 1024),
     "v5p:2x2x2": ("fsdp:8", 1024),
 }
-KEPT: Mapping[str, tuple[str, int]] = {
-    "v5p:4x4x4": ("fsdp:64", 4096),
-    "tpu7x:4x4x4": ("fsdp:128", 4096),
-    "v5e:8x8": ("fsdp:64", 4096),
-    "v5e:16x16": ("fsdp:256", 4096),
-    "v6e:16x16": ("fsdp:256", 4096),
-}
 LAYERS, WIDTH, HIDDEN = 4, 2048, 8192
+# Machine -> the plan, the rows of a device, and the width. On v5e and v6e only small shards are not gathered.
+KEPT: Mapping[str, tuple[str, int, int]] = {
+    "v5p:4x4x4": ("fsdp:64", 4096, WIDTH),
+    "tpu7x:4x4x4": ("fsdp:128", 4096, WIDTH),
+    "v5e:16x16": ("fsdp:256", 4096, 1024),
+    "v6e:16x16": ("fsdp:256", 4096, 1024),
+}
 _GATHER = "xla_tpu_enable_sparse_core_collective_offload_{}all_gather"
 DIMENSIONS = ("2d_", "3d_")
 KEEP = "xla_tpu_prefer_async_allgather_to_allreduce"
@@ -158,15 +159,15 @@ def gathers(target: str) -> Iterator[Row]:
 
 def kept(target: str) -> Iterator[Row]:
     """Compile the layers under the default options, and without the one that keeps gathers."""
-    words, rows = KEPT[target]
-    compiled = _layers(target, words, rows)
+    words, rows, width = KEPT[target]
+    compiled = _layers(target, words, rows, width)
     options = default_options(target.partition(":")[0])
     base = compiled({name: value for name, value in options.items() if name != KEEP})
     yield _row(target, f"layers, {words}", "kept", compiled(options), base)
 
 
-def _layers(target: str, words: str, rows: int) -> Any:
-    sizes = {"layers": LAYERS, "width": WIDTH, "hidden": HIDDEN, "rows": rows * find_target(target).devices}
+def _layers(target: str, words: str, rows: int, width: int = WIDTH) -> Any:
+    sizes = {"layers": LAYERS, "width": width, "hidden": HIDDEN, "rows": rows * find_target(target).devices}
     return _compiled(stack_step(sizes, False), target, words)
 
 

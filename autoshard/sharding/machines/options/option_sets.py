@@ -35,11 +35,14 @@ layers of two products (2048 x 8192 in bfloat16) with these options, relative to
     v5p:2x2x4   fsdp:16        1024            0.867   1.00 -> 0.54   with `3d_all_gather`; `2d_all_gather` alone: 1.00
     v5p:2x2x2   fsdp:8         1024            0.873   1.00 -> 0.51   likewise
 
-A gather over three dimensions becomes an all-reduce of zero-padded shards. `prefer_async_allgather_to_allreduce` keeps
-it. Four such layers relative to all other default options (`benchmarks/option_limits.py kept`):
+A gather over three dimensions becomes an all-reduce of zero-padded shards, and so do gathers over two dimensions whose
+shards are small. `prefer_async_allgather_to_allreduce` keeps them. Four such layers relative to all other default
+options, on v5e and v6e with a width of 1024 (`benchmarks/option_limits.py kept`):
 
     target      plan           rows a device   step    exposed part of all collectives' time
+    v5e:16x16   fsdp:256       4096            0.754
     v5p:4x4x4   fsdp:64        4096            0.738   0.14 -> 0.04 of the step
+    v6e:16x16   fsdp:256       4096            0.763
     tpu7x:4x4x4 fsdp:128       4096            0.745   0.42 -> 0.32 of the step
 
 `scoped-vmem` lets products have larger tiles. Left: cycles of an MLP and its gradients on one device, relative to the
