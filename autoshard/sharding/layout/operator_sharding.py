@@ -202,15 +202,6 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
     return found
 
 
-def gathered_scales(layout: Layout, op: Op) -> dict[int, Spec]:
-    """Return the stored operands that are gathered before a weight is decoded (`weights.decoded_weights`)."""
-    if layout.roles.decoded_weights.isdisjoint(op.results):
-        return {}
-    stored = [i for i, v in enumerate(op.operands) if v in layout.roles.inputs or v in layout.aliased_inputs]
-    specs = {i: layout.spec(op.operands[i]) for i in stored}
-    return {i: spec for i, spec in specs.items() if spec != operand_spec(layout, op.operands[i])}
-
-
 def transfer_bytes(axes: LogicalAxes, op: Op) -> list[float]:
     """Bytes of each operand as a collective moves it: a parameter in its transfer type (`LogicalAxes`).
 

@@ -1,10 +1,10 @@
 """Writes a layout into a program: evaluates its jaxpr again and adds sharding constraints at decision points.
 
 Operands and results of contractions, gathers, scatters and reductions are constrained. Some activations are also
-constrained to their own shardings before an operator reshards them (`pinned_operands`), and scales to those in which a
-weight is decoded (`gathered_scales`). A stored parameter is constrained in the narrower of its stored and its compute
-dtype: after a cast to bfloat16, before one to float32. XLA propagates shardings to all other values. With more
-constraints, it would keep gathered activations for the gradients.
+constrained to their own shardings before an operator reshards them (`pinned_operands`), and some parameters to those in
+which an elementwise operator uses them (`gathered_operands`). A stored parameter is constrained in the narrower of its
+stored and its compute dtype: after a cast to bfloat16, before one to float32. XLA propagates shardings to all other
+values. With more constraints, it would keep gathered activations for the gradients.
 
 Loops, branches and calls are rewritten in place. Source lines and name scopes are kept.
 """
@@ -25,7 +25,6 @@ from autoshard.sharding.layout.loop_gathers import OPEN_CALLS, Gather, is_parame
 from autoshard.sharding.layout.operator_sharding import (
     can_constrain_at_once,
     extends_computed_spec,
-    gathered_scales,
     operand_spec,
     order_of_scatter,
     pinned_operands,
@@ -37,6 +36,7 @@ from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.sharding.lower.declared_operators import run_declared
 from autoshard.sharding.lower.gathers.gather_order import GatherOrder
+from autoshard.sharding.lower.gathers.operand_gathers import gathered_operands
 from autoshard.sharding.lower.gathers.prefetched_layers import LayerPrefetch
 from autoshard.sharding.lower.gathers.prefetched_scan import early_gathers, prefetched_scan
 from autoshard.sharding.lower.layer_exchange import exchanged_layers
@@ -157,7 +157,7 @@ class Lowering:
         if not is_decision_point(op):
             if op.name == "rev" and op.results[0] in self.layout.aliased_inputs:
                 self._reversed[op.results[0]] = op, args[0]
-            for i, spec in gathered_scales(self.layout, op).items():
+            for i, spec in gathered_operands(self.layout, op).items():
                 args[i] = self.resharded(args[i], spec, op.operands[i])
             results = reshaped_rows(self.layout, op, args) or _compat.bind(op.eqn, op.eqn.params, *args)
             if op.name == "convert_element_type":
