@@ -141,8 +141,11 @@ def _reduce_partials(x: Any, place: Placement, final_spec: Spec) -> Any:
     for d, axes in enumerate(final_spec):
         if scattered := tuple(a for a in axes if a in partial):
             x = _scatter_sum(x, scattered, d)
-    for axis, op in place.partial:
-        if axis not in axes_of(final_spec):
+    left = [(axis, op) for axis, op in place.partial if axis not in axes_of(final_spec)]
+    if sums := tuple(axis for axis, op in left if op == "sum"):
+        x = lax.psum(x, sums)  # one collective
+    for axis, op in left:
+        if op != "sum":
             x = _reduce(x, axis, op)
     for axis in sorted(_compat.varying_axes(x) - set(axes_of(final_spec))):
         first = jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))

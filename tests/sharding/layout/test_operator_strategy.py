@@ -170,6 +170,17 @@ def test_a_gradient_is_reduce_scattered_before_it_is_all_reduced():
     assert [(m.kind, m.axes, m.wire_bytes) for m in plan.moves] == expected
 
 
+def test_one_reduction_over_two_mesh_axes_is_cheaper_than_a_gather_over_one():
+    """Alone, the reduction over `a` costs more than the gather of the rows over `a`."""
+    rule = Rule.parse("b m, b n -> m n; reduce b; where b=64 m=64 n=64")
+    mesh = {"a": 2, "b": 8}
+    operands = OperandSpecs(rule.operands, [4800, 4800], [(("a", "b"), ())] * 2, rule, mesh)
+    results = OperandSpecs(rule.results, [1600], [WHOLE], rule, mesh)
+    plan = choose_strategy(rule, operands, results, mesh, flops=0, prices=LinkPrices(1.0))
+    assert plan.factors == {"a": "b", "b": "b"}
+    assert [(m.kind, m.axes, m.wire_bytes) for m in plan.moves] == [("all-reduce", ("a", "b"), 2 * 15 / 16 * 1600)]
+
+
 @pytest.mark.parametrize(("machine", "kind"), [("v5e:2x4", "all-gather"), ("h100:1x8", "all-to-all")])
 def test_an_all_to_all_is_avoided_where_it_takes_longer_than_a_gather(machine, kind):
     """The rows of `x` are sharded, and columns of `x @ w` are wanted: `x` is gathered, or the product is moved.

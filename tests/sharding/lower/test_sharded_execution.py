@@ -40,6 +40,36 @@ def scatters(jaxpr, found):
     return found
 
 
+def test_terms_on_several_mesh_axes_are_added_in_one_collective():
+    rule = Rule.parse("n d -> d; reduce n; where n=16 d=4")
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    result = [jax.ShapeDtypeStruct((4,), "float32")]
+
+    def run(x):
+        return run_on_shards(rule, lambda _, x: x.sum(0), result, mesh, {"x": "n", "y": "n"}, [((),)], x)
+
+    x = normal(16, 4)
+    np.testing.assert_allclose(jax.jit(run)(x)[0], x.sum(0), rtol=1e-5)
+    assert str(jax.make_jaxpr(run)(x)).count("psum") == 1
+
+
+def test_messages_at_nodes_are_added_over_all_mesh_axes():
+    """Edges are sharded over both mesh axes, and the nodes that they reach are not sharded."""
+
+    def step(w, edges, ends):
+        def loss(w):
+            return jnp.sum(jnp.square(jax.ops.segment_sum(jnp.tanh(edges @ w), ends, num_segments=128)))
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.01 * gradient, value
+
+    args = normal(32, 32), normal(512, 32, seed=1), jax.random.randint(jax.random.key(2), (512,), 0, 128)
+    check(step, *args, plan="dp:2 fsdp:4")
+    text = auto_shard(step, plan="dp:2 fsdp:4").lower(*args).compile().as_text()
+    assert text.count("f32[128,32]{1,0} all-reduce(") == 1
+    assert "f32[128,32]{1,0} all-gather(" not in text and "collective-permute(" not in text  # no edge moves
+
+
 def grouped(x, kernel, groups=2, stride=2):
     dims = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(
