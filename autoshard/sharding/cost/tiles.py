@@ -9,7 +9,7 @@ from autoshard.sharding.cost.constants import TPU_LANES
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.program.operator_kinds import is_declared
 from autoshard.spmdrules.core.rule import Rule
-from autoshard.spmdrules.ir.program import Block, Program
+from autoshard.spmdrules.ir.program import Block, Op, Program
 
 # Operators whose result has the elements of their operand in the same order.
 _COPIES = ("name", "copy", "reduce_precision")
@@ -113,14 +113,19 @@ def _windows(rule: Rule) -> tuple[set[str], set[str]]:
 
 
 def row_major_values(program: Program) -> frozenset[int]:
-    """Return the values that are stored row by row: the results of declared operators, and stacks of them.
+    """Return the values that are stored row by row: operands and results of declared operators, and stacks of them.
 
-    XLA chooses the order of dimensions in which other values are stored. Compiled for v5e (libtpu 0.0.42), a stack of
-    results of splash attention with heads of 64 elements takes twice its bytes.
+    XLA chooses the order of dimensions in which other values are stored. Compiled for v5e (libtpu 0.0.42), stacks of
+    the queries, keys, values and results of splash attention with heads of 64 elements take twice their bytes.
     """
     found: set[int] = set()
 
     def visit(block: Block) -> None:
+        for op in reversed(block.ops):
+            if is_declared(op):
+                found.update(v for v in op.operands if v >= 0)
+            elif _keeps_rows(op) and op.results[0] in found and op.operands[0] >= 0:
+                found.add(op.operands[0])
         for op in block.ops:
             if is_declared(op):
                 found.update(op.results)
@@ -132,6 +137,13 @@ def row_major_values(program: Program) -> frozenset[int]:
 
     visit(program.block)
     return frozenset(found)
+
+
+def _keeps_rows(op: Op) -> bool:
+    """Whether the rows of a result, along its last dimension, are those of its operand."""
+    if op.name == "transpose":
+        return op.eqn.params["permutation"][-1] == len(op.eqn.params["permutation"]) - 1
+    return op.name in _COPIES
 
 
 def row_padding(size: int) -> float:

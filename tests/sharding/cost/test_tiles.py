@@ -36,6 +36,31 @@ def test_stacks_of_results_of_opaque_operators_have_whole_tiles(size, padding):
     assert temporary(fn, (rows, size), target="h100:1x1") < 8 * rows * size * 4 * 2.5
 
 
+@operator("a b d -> a b; whole d")
+def row_sums(x):
+    """An opaque operator with a small result."""
+    return x.sum(-1)
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), None])
+def test_stacks_of_operands_of_opaque_operators_have_whole_tiles(order):
+    """The stack has the operand itself, or the value that is transposed to it."""
+
+    def fn(x):
+        def layer(c, _):
+            kept = jnp.sin(c)
+            operand = kept if order is None else jnp.transpose(kept, order)
+            return c + row_sums(operand).sum(), kept
+
+        return jnp.sum(jnp.cumsum(jax.lax.scan(layer, x, length=8)[1], 0))
+
+    def stacks(size, target="v5e:1x1"):
+        return temporary(fn, (128, 128, size), target=target)
+
+    # Half of the memory is a stack of sums, whose rows are not in whole tiles.
+    assert stacks(64) > 0.7 * stacks(128) and stacks(64, "h100:1x1") < 0.55 * stacks(128, "h100:1x1")
+
+
 def test_a_cast_in_a_loop_makes_a_copy_of_the_stack_on_tpus():
     def step(casts):
         def loss(stack, x):
