@@ -49,14 +49,9 @@ def operand_spec(layout: Layout, value: int) -> Spec:
     Parameters, slices of them and weights computed from them have their stored sharding, gradients that of the state
     which consumes them.
     """
-    if value in layout.roles.inputs:
-        return layout.stored_spec(value)
-    source = layout.aliased_inputs.get(value)
-    if source is not None and not layout.is_gathered_before_loop(source):
-        return layout.alias_spec(source, value)
-    if value in layout.roles.gradients:
-        return gradient_spec_of(layout, value)
-    return layout.spec(value)
+    if (held := layout.held_spec(value)) is not None:
+        return held
+    return gradient_spec_of(layout, value) if value in layout.roles.gradients else layout.spec(value)
 
 
 def spec_function(axes: LogicalAxes, roles: Roles, value: int) -> Callable[[Layout, int], Spec]:
@@ -202,12 +197,22 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
     return found
 
 
-def gathered_scales(layout: Layout, op: Op) -> dict[int, Spec]:
-    """Return the stored operands that are gathered before a weight is decoded (`weights.decoded_weights`)."""
-    if layout.roles.decoded_weights.isdisjoint(op.results):
+def gathered_before(layout: Layout, op: Op) -> dict[int, Spec]:
+    """Return the stored operands that are gathered before an operator that is not a decision point.
+
+    These are scales, before a weight is decoded (`weights.decoded_weights`), and parameters that are stored along a
+    dimension in which they are joined (`weights.joined_weights`).
+    """
+    if (joined := layout.roles.joined.join_of(op)) is not None:
+        result, join = joined
+        after = layout.alias_spec(layout.roles.computed_weights[result], result)
+        needed = join.needed(lambda v: operand_spec(layout, v), layout.spec, after)
+        specs = {i: needed[v] for i, v in enumerate(op.operands) if v in needed}
+    elif not layout.roles.decoded_weights.isdisjoint(op.results):
+        stored = [i for i, v in enumerate(op.operands) if v in layout.roles.inputs or v in layout.aliased_inputs]
+        specs = {i: layout.spec(op.operands[i]) for i in stored}
+    else:
         return {}
-    stored = [i for i, v in enumerate(op.operands) if v in layout.roles.inputs or v in layout.aliased_inputs]
-    specs = {i: layout.spec(op.operands[i]) for i in stored}
     return {i: spec for i, spec in specs.items() if spec != operand_spec(layout, op.operands[i])}
 
 

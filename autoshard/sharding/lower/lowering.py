@@ -2,7 +2,7 @@
 
 Operands and results of contractions, gathers, scatters and reductions are constrained. Some activations are also
 constrained to their own shardings before an operator reshards them (`pinned_operands`), and scales to those in which a
-weight is decoded (`gathered_scales`). A stored parameter is constrained in the narrower of its stored and its compute
+weight is decoded (`gathered_before`). A stored parameter is constrained in the narrower of its stored and its compute
 dtype: after a cast to bfloat16, before one to float32. XLA propagates shardings to all other values. With more
 constraints, it would keep gathered activations for the gradients.
 
@@ -25,7 +25,7 @@ from autoshard.sharding.layout.loop_gathers import OPEN_CALLS, Gather, is_parame
 from autoshard.sharding.layout.operator_sharding import (
     can_constrain_at_once,
     extends_computed_spec,
-    gathered_scales,
+    gathered_before,
     operand_spec,
     order_of_scatter,
     pinned_operands,
@@ -157,7 +157,7 @@ class Lowering:
         if not is_decision_point(op):
             if op.name == "rev" and op.results[0] in self.layout.aliased_inputs:
                 self._reversed[op.results[0]] = op, args[0]
-            for i, spec in gathered_scales(self.layout, op).items():
+            for i, spec in gathered_before(self.layout, op).items():
                 args[i] = self.resharded(args[i], spec, op.operands[i])
             results = reshaped_rows(self.layout, op, args) or _compat.bind(op.eqn, op.eqn.params, *args)
             if op.name == "convert_element_type":
