@@ -31,7 +31,7 @@ from autoshard.sharding.axes.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.weights.computed_weights import computed_weights, rearranged_weights
 from autoshard.sharding.axes.weights.decoded_weights import decoded_weights
-from autoshard.sharding.axes.weights.joined_weights import JoinedWeights
+from autoshard.sharding.axes.weights.joined_weights import JoinedWeights, stacks_weights
 from autoshard.sharding.axes.weights.transposed_gradients import transposed_gradients
 from autoshard.sharding.axes.weights.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float, is_integer, itemsize
@@ -352,7 +352,7 @@ def _input_roles(
                     codes.update(v for v in owner.get(op.operands[0], ()) if v in state)
             elif owned and (
                 len(owned) <= MAX_FUSED_WEIGHTS
-                or op.name in TO_STAGES
+                or (op.name in TO_STAGES or stacks_weights(op))
                 or any(owned == owner.get(v) for v in op.operands)  # of a stack of many layers
             ):
                 for v in op.results:

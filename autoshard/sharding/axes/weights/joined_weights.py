@@ -108,6 +108,13 @@ def join_of(op: Op, result: int, sources: Collection[int]) -> Join | None:
     return Join(tuple(operands)) if operands else None
 
 
+def stacks_weights(op: Op) -> bool:
+    """Whether an operator stacks arrays of at least one dimension, such as the layers of a loop."""
+    if op.name not in ("concatenate", "stack") or len(op.eqn.outvars[0].aval.shape) < 2:
+        return False
+    return op.name == "stack" or all(v.aval.shape[op.eqn.params["dimension"]] == 1 for v in op.eqn.invars)
+
+
 def _passing(before: Dims, after: Dims, op: Op) -> tuple[int | None, ...]:
     """For each dimension of the result, the dimension of the operand that has the same elements; None for others."""
     assert op.rule is not None

@@ -80,7 +80,7 @@ def step_of(model):
 
     def step(p, x):
         value, grads = jax.value_and_grad(loss)(p, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), value
+        return jax.tree.map(lambda p, g: p - g, p, grads), value
 
     return step
 
@@ -157,4 +157,6 @@ def test_values_equal_those_of_one_device(words):
         expected, loss = jax.jit(step)(*given)
         state, value = auto_shard(step, plan=words)(*given)
         np.testing.assert_allclose(value, loss, rtol=1e-6)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state, expected)
+        for name, before in given[0].items():
+            gradient = before - expected[name]
+            assert np.linalg.norm(before - state[name] - gradient) < 1e-4 * np.linalg.norm(gradient)
