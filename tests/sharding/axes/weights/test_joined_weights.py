@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from autoshard import auto_shard, plan
 
@@ -148,6 +149,36 @@ def test_parameters_stored_along_the_joined_dimension_are_gathered_first(name):
     assert found["all-gather"] == sum(p.nbytes for p in given[0].values())
     joined = sum(p.nbytes for n, p in given[0].items() if n not in ("first", "q"))
     assert found["all-reduce"] == pytest.approx(joined + 4)  # and of the loss
+
+
+def test_any_number_of_layers_is_stacked():
+    layers = {f"layer{n}": np.ones((WIDTH, WIDTH), "float32") for n in range(20)}
+
+    def model(p, x):
+        return in_loop(x, jnp.stack([p[n] for n in layers]))
+
+    given = {"first": np.ones((WIDTH, WIDTH), "float32"), **layers}, inputs([])[1]
+    made = plan(step_of(model), *given, target="v5e:2x4", plan="fsdp:8")
+    assert {leaf.role for leaf in made.inputs if "layer" in leaf.path} == {"parameter"}
+    assert planned(made)["all-gather"] == SQUARE + 20 * SQUARE
+
+
+def test_joins_of_parameters_that_are_stored_differently_are_priced_apart():
+    """The second sum has an operand that the user stores along the joined dimension, so it is gathered first."""
+
+    def model(p, x):
+        return of_parts(x, [jnp.concatenate([p["k"], p[other]], 1) for other in ("v", "w")])
+
+    drawn, rows = inputs(["k", "v"])
+    given = {**drawn, "w": drawn["v"]}, rows
+    fixed = {"0/w": PartitionSpec(None, "fsdp")}
+    found = planned(plan(step_of(model), *given, target="v5e:2x4", plan="fsdp:8", fixed=fixed))
+    assert found["all-gather"] == SQUARE + 2 * SQUARE + 2 * SQUARE
+    assert found["reduce-scatter"] == SQUARE + 2 * SQUARE
+    assert found["all-reduce"] == pytest.approx(2 * SQUARE + 4)
+    step = step_of(model)
+    expected, made = jax.jit(step)(*given)[0], auto_shard(step, plan="fsdp:8", fixed=fixed)(*given)[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), made, expected)
 
 
 @pytest.mark.parametrize("words", ["fsdp:8", "dp:2 fsdp:4", "fsdp:4 tp:2", "tp:8", "zero1:8"])
