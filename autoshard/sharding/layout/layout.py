@@ -231,7 +231,7 @@ class Layout:
         if value in self.roles.inputs:
             return self.stored_spec(value)
         source = self.aliased_inputs.get(value)
-        if source is None or (value not in self.roles.joined.origin and self.is_gathered_before_loop(source)):
+        if source is None or self.is_gathered_before_loop(source):
             return None
         return self.alias_spec(source, value)
 

@@ -49,6 +49,7 @@ def computed_weights(
     found: dict[int, int] = {}
     joins: dict[int, Join] = {}
     origin: dict[int, int] = {}
+    constrained: set[int] = set()  # the lowering keeps casts and joined weights in shards
 
     def add(value: int, operand: int) -> None:
         found[value] = sources[value] = sources[operand]
@@ -64,7 +65,7 @@ def computed_weights(
             if entering and tie.outer in found and tie.outer in op.operands and inner == outer[int(tie.stacked) :]:
                 add(tie.inner, tie.outer)
             # what a loop keeps of a weight in each iteration, such as for the gradient
-            kept = not entering and tie.stacked and tie.inner in found and tie.outer in op.results
+            kept = not entering and tie.stacked and tie.inner in constrained and tie.outer in op.results
             if kept and inner == outer[1:] and is_weight(tie.outer):
                 add(tie.outer, tie.inner)
         if not entering or op.blocks or op.rule is None:
@@ -76,11 +77,14 @@ def computed_weights(
                 continue
             if len(op.results) == 1 and (operand := _source_operand(axes, op, result, sources)) is not None:
                 add(result, operand)
+                if op.name == "convert_element_type":
+                    constrained.add(result)
                 continue
             join = join_of(op, result, {v for v in op.operands if sources.get(v) in parameters})
             if join is not None:
                 add(result, join.operands[0][0])
                 joins[result], origin[result] = join, result
+                constrained.add(result)
     return found, joined_weights(axes, joins, origin, sources)
 
 

@@ -164,7 +164,11 @@ def _same_dims(own: Leaves, whole: Leaves, dims: Collection[int]) -> frozenset[i
 
 
 def _common(parts: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The first mesh axes that all of these have in common."""
+    """The first mesh axes that all of these have in common.
+
+    >>> _common([("dp", "fsdp"), ("dp", "tp")])
+    ('dp',)
+    """
     found: list[str] = []
     for same in zip(*parts, strict=False):
         if len({*same}) > 1:

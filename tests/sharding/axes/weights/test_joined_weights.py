@@ -21,7 +21,7 @@ SHAPES = {
 
 
 def in_loop(x, stack):
-    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w)[:, :WIDTH], None), x, stack)[0]
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w.astype(x.dtype))[:, :WIDTH], None), x, stack)[0]
 
 
 def of_parts(x, parts):
@@ -52,6 +52,11 @@ JOINED = {
         3 * SQUARE,
     ),
     "stacked": (lambda p, x: jnp.einsum("be,efn->bfn", x, jnp.stack([p["k"], p["v"]], -1)), ["k", "v"], 2 * SQUARE),
+    "stacked and sliced": (
+        lambda p, x: jnp.einsum("be,nef->bnf", x[:, :16], jnp.stack([p["k"], p["v"]])[:, :16]),
+        ["k", "v"],
+        SQUARE,
+    ),
     "split": (lambda p, x: of_parts(x, jnp.split(p["qkv"], [2 * WIDTH, 3 * WIDTH], 1)), ["qkv"], 4 * SQUARE),
     "sliced": (
         lambda p, x: of_parts(x, [p["qkv"][:, :WIDTH], p["qkv"][:, WIDTH : 3 * WIDTH]]),
@@ -62,7 +67,7 @@ JOINED = {
     "one index": (lambda p, x: of_parts(x, [p["heads"][:, 0], p["heads"][:, 2]]), ["heads"], 2 * SQUARE),
 }
 LOOPS = {
-    "large": (lambda p, x: in_loop(x, jnp.stack([p["large"], p["larger"]])), ["large", "larger"]),
+    "large": (lambda p, x: in_loop(x.astype("bfloat16"), jnp.stack([p["large"], p["larger"]])), ["large", "larger"]),
     "small": (lambda p, x: in_loop(x, jnp.stack([p["k"], p["v"]])), ["k", "v"]),
 }
 # No dimension that passes has a divisible size.
@@ -127,11 +132,12 @@ def test_a_joined_weight_is_gathered_once_and_its_gradient_reduced_once(name):
 def test_a_stack_for_a_loop_is_gathered_layer_by_layer_in_both_directions():
     model, names = LOOPS["large"]
     step, given = step_of(model), inputs(names)
-    found, layer = planned(plan(step, *given, target="v5e:2x4", plan="fsdp:8")), 20 * SQUARE
+    found, layer = planned(plan(step, *given, target="v5e:2x4", plan="fsdp:8")), 20 * SQUARE / 2
     assert found["all-gather"] == SQUARE + 4 * layer
     assert found["reduce-scatter"] == SQUARE + 2 * layer
     found = compiled(step, given)
-    assert found.pop("all-gather") == SQUARE + 2 * layer  # the text has the body of each loop once
+    # The text has the body of each loop once. On CPU, XLA moves bfloat16 as float32.
+    assert found.pop("all-gather") == SQUARE + 2 * 2 * layer
     assert found.keys() <= {"all-reduce", "reduce-scatter"}
 
 
@@ -151,6 +157,19 @@ def test_parameters_stored_along_the_joined_dimension_are_gathered_first(name):
     assert found["all-reduce"] == pytest.approx(joined + 4)  # and of the loss
 
 
+def test_the_sharding_of_use_reduces_what_is_gathered():
+    """`tp` shards the hidden axis of the concatenation, so that a device gathers its part of it."""
+
+    def model(p, x):
+        return jnp.tanh(x @ jnp.concatenate([p["q"], p["q2"]], 1)) @ p["out"]
+
+    p, rows = inputs(["q"])
+    given = {**p, "q2": p["q"], "out": np.ones((8 * WIDTH, WIDTH), "float32")}, rows
+    made = plan(step_of(model), *given, target="v5e:2x4", plan="fsdp:4 tp:2")
+    joined = [sent for kind, axes, sent, line in made.traffic if (kind, axes) == ("all-gather", "fsdp")]
+    assert sum(joined) == (8 * SQUARE + 8 * SQUARE + SQUARE) / 2 * 3 / 4
+
+
 def test_any_number_of_layers_is_stacked():
     layers = {f"layer{n}": np.ones((WIDTH, WIDTH), "float32") for n in range(20)}
 
@@ -167,15 +186,14 @@ def test_joins_of_parameters_that_are_stored_differently_are_priced_apart():
     """The second sum has an operand that the user stores along the joined dimension, so it is gathered first."""
 
     def model(p, x):
-        return of_parts(x, [jnp.concatenate([p["k"], p[other]], 1) for other in ("v", "w")])
+        return sum(jnp.tanh(x @ jnp.concatenate([p["k"], p[other]], 1)) for other in ("v", "w"))
 
     drawn, rows = inputs(["k", "v"])
     given = {**drawn, "w": drawn["v"]}, rows
     fixed = {"0/w": PartitionSpec(None, "fsdp")}
-    found = planned(plan(step_of(model), *given, target="v5e:2x4", plan="fsdp:8", fixed=fixed))
-    assert found["all-gather"] == SQUARE + 2 * SQUARE + 2 * SQUARE
-    assert found["reduce-scatter"] == SQUARE + 2 * SQUARE
-    assert found["all-reduce"] == pytest.approx(2 * SQUARE + 4)
+    made = plan(step_of(model), *given, target="v5e:2x4", plan="fsdp:8", fixed=fixed)
+    gathers = sorted(sent * 8 / 7 for kind, _, sent, _ in made.traffic if kind == "all-gather")
+    assert gathers == [SQUARE, 2 * SQUARE, 2 * SQUARE]  # for the first product, the second ones, and the concatenation
     step = step_of(model)
     expected, made = jax.jit(step)(*given)[0], auto_shard(step, plan="fsdp:8", fixed=fixed)(*given)[0]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), made, expected)
@@ -187,7 +205,8 @@ def test_values_equal_those_of_one_device(words):
         step, given = step_of(model), inputs(names)
         expected, loss = jax.jit(step)(*given)
         state, value = auto_shard(step, plan=words)(*given)
-        np.testing.assert_allclose(value, loss, rtol=1e-6)
+        rtol, most = (1e-2, 1e-2) if "large" in names else (1e-6, 1e-4)  # that loop computes in bfloat16
+        np.testing.assert_allclose(value, loss, rtol=rtol)
         for name, before in given[0].items():
             gradient = before - expected[name]
-            assert np.linalg.norm(before - state[name] - gradient) < 1e-4 * np.linalg.norm(gradient)
+            assert np.linalg.norm(before - state[name] - gradient) < most * np.linalg.norm(gradient)
