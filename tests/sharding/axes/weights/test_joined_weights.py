@@ -157,6 +157,16 @@ def test_parameters_stored_along_the_joined_dimension_are_gathered_first(name):
     assert found["all-reduce"] == pytest.approx(joined + 4)  # and of the loss
 
 
+def test_parameters_are_gathered_before_the_operator_in_the_lowered_program():
+    model, names = WITHOUT_PASSING["biases"]
+    given = inputs(names)
+    text = auto_shard(step_of(model), plan="fsdp:8").plan(*given).jit().lower(*given).as_text()
+    operands = re.search(r"concatenate (%\w+), (%\w+), dim = 0", text)
+    assert operands is not None
+    for operand in operands.groups():
+        assert re.search(rf"{operand} = sdy.sharding_constraint %arg\d <@mesh, \[{{}}\]>", text)
+
+
 def test_the_sharding_of_use_reduces_what_is_gathered():
     """`tp` shards the hidden axis of the concatenation, so that a device gathers its part of it."""
 
