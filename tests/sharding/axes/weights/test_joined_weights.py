@@ -167,19 +167,6 @@ def test_parameters_are_gathered_before_the_operator_in_the_lowered_program():
         assert re.search(rf"{operand} = sdy.sharding_constraint %arg\d <@mesh, \[{{}}\]>", text)
 
 
-def test_the_sharding_of_use_reduces_what_is_gathered():
-    """`tp` shards the hidden axis of the concatenation, so that a device gathers its part of it."""
-
-    def model(p, x):
-        return jnp.tanh(x @ jnp.concatenate([p["q"], p["q2"]], 1)) @ p["out"]
-
-    p, rows = inputs(["q"])
-    given = {**p, "q2": p["q"], "out": np.ones((8 * WIDTH, WIDTH), "float32")}, rows
-    made = plan(step_of(model), *given, target="v5e:2x4", plan="fsdp:4 tp:2")
-    joined = [sent for kind, axes, sent, line in made.traffic if (kind, axes) == ("all-gather", "fsdp")]
-    assert sum(joined) == (8 * SQUARE + 8 * SQUARE + SQUARE) / 2 * 3 / 4
-
-
 def test_any_number_of_layers_is_stacked():
     layers = {f"layer{n}": np.ones((WIDTH, WIDTH), "float32") for n in range(20)}
 
