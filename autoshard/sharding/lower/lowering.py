@@ -281,8 +281,8 @@ class Lowering:
     def constrain_like_parameter(self, op: Op, results: list[Any]) -> list[Any]:
         """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.
 
-        A cast keeps the stored sharding, and so do joined weights and the chunks of a parameter over which a loop runs. A parameter that
-        was gathered before its loop stays gathered. Others have no constraint, so that XLA gathers each of them once.
+        A cast keeps the stored sharding, and so do joined weights and the chunks of a parameter over which a loop runs.
+        What was gathered before its loop stays gathered. Others have no constraint, so that XLA gathers each once.
         """
         layout = self.layout
         if op.name == "convert_element_type" or layout.roles.joined.join_of(op) is not None:
