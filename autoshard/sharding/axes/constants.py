@@ -13,7 +13,7 @@ REFINEMENT_ROUNDS = 3
 BATCH_BYTES_SHARE = 0.7
 
 # Largest number of inputs from which one weight is computed, such as the gates of a recurrent cell that are
-# concatenated. `roles` does not treat values of more inputs as weights. Source: chosen, not measured.
+# concatenated. `roles` does not treat values of more inputs as weights, except stacks. Source: chosen, not measured.
 MAX_FUSED_WEIGHTS = 16
 
 # If weights without an axis for tensor parallelism have more than this fraction of the weights' bytes, further axes are

@@ -31,6 +31,7 @@ from autoshard.sharding.axes.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.weights.computed_weights import computed_weights, rearranged_weights
 from autoshard.sharding.axes.weights.decoded_weights import decoded_weights
+from autoshard.sharding.axes.weights.joined_weights import JoinedWeights, stacks_weights
 from autoshard.sharding.axes.weights.transposed_gradients import transposed_gradients
 from autoshard.sharding.axes.weights.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float, is_integer, itemsize
@@ -73,6 +74,7 @@ class Roles:
         gradients: values that are sums over the batch, and values computed from them without the batch.
         computed_weights: weights that are computed from a parameter -> the parameter (`weights.computed_weights`).
         rearranged_weights: the computed weights that are transposed or reshaped -> the value before that.
+        joined: the computed weights that are concatenated, stacked, split or sliced.
         decoded_weights: values that are computed from gathered codes and scales (`weights.decoded_weights`).
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
@@ -101,6 +103,7 @@ class Roles:
     gradients: frozenset[int] = frozenset()
     computed_weights: Mapping[int, int] = field(default_factory=dict)
     rearranged_weights: Mapping[int, int] = field(default_factory=dict)
+    joined: JoinedWeights = JoinedWeights()
     decoded_weights: frozenset[int] = frozenset()
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     dispatched: frozenset[int] = frozenset()
@@ -181,7 +184,7 @@ def find_roles(
         counting = {c for v in data for dim in _before(axes, v, batch) for c in axes.of_value[v][dim]}
         sequence = {c: None for c in sequence if c not in counting}
     gradients = _gradients(program, axes, batch) - dispatched | _stacked_terms(program, axes, replicas)
-    computed = computed_weights(axes, inputs, has_batch, gradients) if batch is not None else {}
+    computed, joined = ({}, JoinedWeights()) if batch is None else computed_weights(axes, inputs, has_batch, gradients)
     decoded = decoded_weights(axes, parameters, computed, has_batch, gradients) if batch is not None else frozenset()
     if batch in use.attended and _has_one_row(axes, inputs, batch, max(single_rows, 1)):
         sequence = {batch: None, **sequence}
@@ -202,6 +205,7 @@ def find_roles(
         gradients=gradients,
         computed_weights=computed,
         rearranged_weights=rearranged_weights(axes, computed),
+        joined=joined,
         decoded_weights=decoded,
         transposed_gradients=transposed_gradients(program, gradients),
         stages=stages,
@@ -348,7 +352,7 @@ def _input_roles(
                     codes.update(v for v in owner.get(op.operands[0], ()) if v in state)
             elif owned and (
                 len(owned) <= MAX_FUSED_WEIGHTS
-                or op.name in TO_STAGES
+                or (op.name in TO_STAGES or stacks_weights(op))
                 or any(owned == owner.get(v) for v in op.operands)  # of a stack of many layers
             ):
                 for v in op.results:

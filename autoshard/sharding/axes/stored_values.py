@@ -25,6 +25,12 @@ def small_layers(axes: LogicalAxes, most_bytes: float) -> list[int]:
     return of_size[most_bytes]
 
 
+def is_small_stack(axes: LogicalAxes, value: int, most_bytes: float) -> bool:
+    """Return whether a loop runs over the first dimension of a value, and its slices have at most `most_bytes` each."""
+    leaves, aval = axes.of_value[value], axes.program.avals[value]
+    return bool(leaves) and not axes.stacked.isdisjoint(leaves[0][:1]) and nbytes(aval) <= most_bytes * aval.shape[0]
+
+
 def _layer_bytes(axes: LogicalAxes, value: int) -> float:
     aval, layer = axes.program.avals[value], axes.layer_dims[value]
     return nbytes(aval) / math.prod(aval.shape[: aval.ndim - len(layer)])

@@ -61,15 +61,39 @@ def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], distin
     found: list[int] = []
     examples: list[int] = []
     aliases = sources_of(axes, roles)
+    joins = _classes_of_joins(axes, roles, aliases, stored)
     for v in (values := list(values)):
         is_input = v in roles.inputs
         transposed, permutation = roles.transposed_gradients.get(v, (v, ()))
         source = stored[v if is_input else aliases.get(v)]
-        key = axes.of_value[v], is_input, source, v in roles.gradients, axes.of_value[transposed], permutation
+        joined = joins.get(roles.joined.origin.get(v))
+        key = axes.of_value[v], is_input, source, v in roles.gradients, axes.of_value[transposed], permutation, joined
         found.append(numbers.setdefault(key, len(numbers)))
         if len(numbers) > len(examples):
             examples.append(v)
     return ValueClasses(np.array(values, int), np.array(found, int), examples)
+
+
+def _classes_of_joins(
+    axes: LogicalAxes, roles: Roles, aliases: Mapping[int, int], of_source: Mapping[Any, Any]
+) -> dict[int | None, int]:
+    """Return a number for each joined weight; two have the same number if every layout shards them alike.
+
+    Args:
+        axes: the program's logical axes.
+        roles: their roles.
+        aliases: see `sources_of`.
+        of_source: for each input, what a layout can distinguish.
+    """
+    found: dict[int | None, int] = {}
+    numbers: dict[Any, int] = {}
+    for v, join in roles.joined.joins.items():  # in the order of the program, so operands come first
+        operands = [
+            (passing, axes.of_value[o], of_source[aliases.get(o, o)], found.get(roles.joined.origin.get(o, -1)))
+            for o, passing in join.operands
+        ]
+        found[v] = numbers.setdefault((axes.of_value[v], *operands), len(numbers))
+    return found
 
 
 @shown
@@ -189,13 +213,16 @@ def operator_classes(
         axes.of_value,
         sources_of(axes, roles),
     )
+    of_source = {v: (_storage_class(axes, roles, v), v if v in distinct else None) for v in roles.inputs}
+    joins = _classes_of_joins(axes, roles, aliases, of_source)
     of_memory: dict[Any, int] = {}  # what is known of a value that a kernel reads or writes -> its number
     numbers: dict[Any, int] = {}
     class_of = [  # the class of each value, by everything that a layout can distinguish
         numbers.setdefault(
             (of_value[v], v in roles.gradients, v in roles.decoded_weights,
              of_value[aliases[v]] if v in aliases else None,
-             source if (source := aliases.get(v, v)) in distinct else None, axes.transfer_dtype.get(v)),
+             source if (source := aliases.get(v, v)) in distinct else None, axes.transfer_dtype.get(v),
+             joins.get(roles.joined.origin.get(v))),
             len(numbers),
         )
         for v in range(len(avals))
@@ -267,9 +294,10 @@ def _may_cost(op_class: OperatorClass, axes: LogicalAxes, roles: Roles) -> bool:
 def moves_operands(op: Op, axes: LogicalAxes, roles: Roles) -> bool:
     """Whether an operator that is not a decision point moves operands under some layout.
 
-    It returns rows of the batch, a decoded weight, or a stored weight that is transposed or reshaped.
+    It returns rows of the batch, a decoded weight, or a stored weight that is transposed, reshaped or joined.
     """
-    if any(v in roles.decoded_weights or v in roles.rearranged_weights for v in op.results):
+    moving = roles.decoded_weights, roles.rearranged_weights, roles.joined.joins
+    if any(v in weights for v in op.results for weights in moving):
         return True
     return any(roles.batch in dim for v in op.results for dim in axes.of_value[v])
 

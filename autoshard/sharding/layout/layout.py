@@ -19,12 +19,13 @@ from typing import Any
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
+from autoshard.sharding.axes.merged.loop_slices import loop_slices
 from autoshard.sharding.axes.merged.merged_axes import rearranged_axes
 from autoshard.sharding.axes.roles import Role, Roles
-from autoshard.sharding.axes.stored_values import small_layers, sources_of
+from autoshard.sharding.axes.stored_values import is_small_stack, small_layers, sources_of
 from autoshard.sharding.axes.typical_inputs import typical_inputs
 from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES, LEAST_INPUT_FEATURES
-from autoshard.sharding.program.array_sizes import is_float, itemsize, nbytes
+from autoshard.sharding.program.array_sizes import is_float, itemsize
 from autoshard.spmdrules.core.placement import Spec, exchanged_spec
 
 
@@ -59,6 +60,7 @@ class Layout:
         self._gradient_specs: dict[Leaves, Spec] | None = None
         self._transposed: dict[Leaves, Leaves] = {}
         self._shards_of_parts: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._joined_specs: dict[int, Spec] = {}
 
     @cached_property
     def _stores_apart(self) -> bool:
@@ -198,8 +200,15 @@ class Layout:
         return spec
 
     def alias_spec(self, source: int, value: int) -> Spec:
-        """The sharding of an alias of a program input: each dimension is sharded as in the input."""
-        spec, whole, own = self.stored_spec(source), self.axes.of_value[source], self.axes.of_value[value]
+        """The sharding of an alias of a program input, or of a weight computed from it.
+
+        Each dimension is sharded as in the input. If parameters were joined in between, it is sharded as in the result.
+        """
+        if (joined := self.roles.joined.origin.get(value)) is not None:
+            spec, source = self._joined_spec(joined), joined
+        else:
+            spec = self.stored_spec(source)
+        whole, own = self.axes.of_value[source], self.axes.of_value[value]
         if (layer := self.axes.layer_dims.get(value)) is not None:
             stored = ((),) * (len(own) - len(layer)) + spec[len(spec) - len(layer) :]
             return exchanged_spec(stored, self.spec(value))
@@ -207,6 +216,24 @@ class Layout:
         if moved is None:  # the order of dimensions tells them apart
             return ((),) * (len(own) - len(spec)) + spec[max(len(spec) - len(own), 0) :]
         return moved
+
+    def _joined_spec(self, value: int) -> Spec:
+        """The sharding in which a joined weight is computed. Small stacks of parameters are gathered first."""
+        if value not in self._joined_specs:
+            join, spec = self.roles.joined.joins[value], self.spec(value)
+            if not is_small_stack(self.axes, value, EARLY_GATHER_SLICE_BYTES):
+                spec = join.spec(lambda v: self.held_spec(v) or self.spec(v), spec)
+            self._joined_specs[value] = spec
+        return self._joined_specs[value]
+
+    def held_spec(self, value: int) -> Spec | None:
+        """The sharding of an input, an alias, or a computed weight before operators use it; None for other values."""
+        if value in self.roles.inputs:
+            return self.stored_spec(value)
+        source = self.aliased_inputs.get(value)
+        if source is None or self.is_gathered_before_loop(source):
+            return None
+        return self.alias_spec(source, value)
 
     def _leading(self, dim: tuple[int, ...], parts: int, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The mesh axes that shard the first parts of a dimension: none, or all of `axes`, which shard all of it."""
@@ -230,7 +257,7 @@ class Layout:
         stored = self.stored_spec(source)
         if stored[0]:  # the user fixed this; in each iteration, only some devices would have the slice
             return True
-        return nbytes(aval) <= EARLY_GATHER_SLICE_BYTES * aval.shape[0] and stored != self.spec(source)
+        return is_small_stack(self.axes, source, EARLY_GATHER_SLICE_BYTES) and stored != self.spec(source)
 
     @cached_property
     def inputs_gathered_before_loops(self) -> list[int]:
@@ -249,7 +276,8 @@ class Layout:
         `tp` and `fsdp` shard the same dimension under `dp:2 fsdp:2 tp:2`, it all-reduces the whole gradient over `dp`
         and `fsdp` together.
 
-        A table whose rows are only looked up is sharded along its features (`axes.lookup_tables`).
+        A table whose rows are only looked up is sharded along its features (`axes.lookup_tables`), and a parameter that
+        is concatenated, split or sliced along another dimension (`axes.weights.joined_weights`).
         """
         spec = self.spec_of(leaves)
         free = [a for a in self.storage.get(role, ()) if all(a not in dim for dim in spec)]
@@ -261,7 +289,7 @@ class Layout:
         shardable = [d for d, n in enumerate(shape) if n > 1 and not any([c in stacked for c in leaves[d]])]
         # The output feature dimension; if this is not a kernel, an index past the last dimension.
         outputs = self.axes.kernels.get(leaves, 0) + len(shape)
-        table = self.axes.tables.get(leaves)
+        table, joined = self.axes.tables.get(leaves), self.roles.joined.dims.get(leaves, ())
         while free:
             for count in range(len(free), 0, -1):  # as many mesh axes as possible on one dimension
                 shards = self.shard_count(free[:count])
@@ -271,6 +299,7 @@ class Layout:
                         divisible = [d for d in divisible if not spec[d]] or divisible
                     if table and table.is_stored_by_features(self._parts_of_batch, self.roles.exchange_weight(shards)):
                         divisible = [d for d in divisible if d - len(shape) not in table.indexed] or divisible
+                    divisible = [d for d in divisible if d not in joined] or divisible
                     if outputs in divisible:
                         least = LEAST_INPUT_FEATURES * shards
                         divisible = [d for d in divisible if d != outputs and local[d] >= least] or divisible
@@ -359,7 +388,7 @@ class Layout:
                 continue
             stored = self.axes.of_value[v], self.stored_spec(v)
             if stored not in slices:
-                slices[stored] = self._slices(*stored)
+                slices[stored] = loop_slices(*stored, self.axes.stacked, self._leading)
             for key, slice_spec in slices[stored]:
                 if role == "optimizer":  # the moments consume the gradient, and the parameter follows them
                     specs[key] = slice_spec
@@ -369,24 +398,3 @@ class Layout:
             if self.roles.inputs[source] in roles or source in self.fixed:
                 specs.setdefault(self.axes.of_value[v], self.alias_spec(source, v))
         return specs
-
-    def _slices(self, leaves: Leaves, spec: Spec) -> list[tuple[Leaves, Spec]]:
-        """The logical axes and specs of a gradient, and of the parts of it that loops compute."""
-        slices = [(leaves, spec)]
-        if leaves and any(c in self.axes.stacked for c in leaves[0]):
-            slices.append((leaves[1:], spec[1:]))  # the slice of one iteration, or one layer of a group
-            if len(leaves[0]) > 1:
-                slices.append(((leaves[0][1:], *leaves[1:]), ((), *spec[1:])))
-                outer = self._leading(leaves[0], 1, spec[0])
-                slices.append(((leaves[0][:1], leaves[0][1:], *leaves[1:]), (outer, (), *spec[1:])))
-        return slices + self._chunks(leaves, spec)
-
-    def _chunks(self, leaves: Leaves, spec: Spec) -> list[tuple[Leaves, Spec]]:
-        """The logical axes and specs of a chunk, and of all chunks, if a loop runs over chunks of a dimension."""
-        found: list[tuple[Leaves, Spec]] = []
-        for d, dim in enumerate(leaves):
-            if len(dim) == 2 and dim[1] in self.axes.stacked and dim[0] not in self.axes.stacked:
-                chunk = (*leaves[:d], dim[:1], *leaves[d + 1 :])
-                sharded = (*spec[:d], self._leading(dim, 1, spec[d]), *spec[d + 1 :])
-                found += [(chunk, sharded), ((dim[1:], *chunk), ((), *sharded))]
-        return found

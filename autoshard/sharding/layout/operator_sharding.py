@@ -49,14 +49,9 @@ def operand_spec(layout: Layout, value: int) -> Spec:
     Parameters, slices of them and weights computed from them have their stored sharding, gradients that of the state
     which consumes them.
     """
-    if value in layout.roles.inputs:
-        return layout.stored_spec(value)
-    source = layout.aliased_inputs.get(value)
-    if source is not None and not layout.is_gathered_before_loop(source):
-        return layout.alias_spec(source, value)
-    if value in layout.roles.gradients:
-        return gradient_spec_of(layout, value)
-    return layout.spec(value)
+    if (held := layout.held_spec(value)) is not None:
+        return held
+    return gradient_spec_of(layout, value) if value in layout.roles.gradients else layout.spec(value)
 
 
 def spec_function(axes: LogicalAxes, roles: Roles, value: int) -> Callable[[Layout, int], Spec]:

@@ -281,12 +281,13 @@ class Lowering:
     def constrain_like_parameter(self, op: Op, results: list[Any]) -> list[Any]:
         """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.
 
-        A cast keeps the stored sharding, and so do the chunks of a parameter over which a loop runs. A parameter that
-        was gathered before its loop stays gathered. Others have no constraint, so that XLA gathers each of them once.
+        A cast keeps the stored sharding, and so do joined weights and the chunks of a parameter over which a loop runs.
+        What was gathered before its loop stays gathered. Others have no constraint, so that XLA gathers each once.
         """
         layout = self.layout
-        if op.name == "convert_element_type" and op.results[0] in layout.aliased_inputs:
-            return [self.constrain(results[0], operand_spec(layout, op.results[0]))]
+        if op.name == "convert_element_type" or layout.roles.joined.join_of(op) is not None:
+            stored = [operand_spec(layout, v) if v in layout.aliased_inputs else None for v in op.results]
+            return [x if s is None else self.constrain(x, s) for x, s in zip(results, stored, strict=True)]
         if op.name in ("broadcast_in_dim", "reshape", "transpose"):
             source, result, staged = op.operands[0], op.results[0], layout.axes.layer_dims
             is_alias = result in layout.aliased_inputs and result not in layout.roles.computed_weights

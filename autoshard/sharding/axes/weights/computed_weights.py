@@ -5,6 +5,7 @@
 Each element of such a weight depends on one element of the parameter. If a plan stores the parameter in shards, each
 device computes its shard of the weight. Operators that use the weight gather it, as they would gather the parameter. A
 parameter, its transposes and its reshapes need one gather. The gradient of a reshaped weight is reduced to shards, too.
+Parameters may also be concatenated, stacked, split or sliced (`joined_weights`).
 
 Values that are computed from gradients are not computed weights. They belong to the update of the parameters.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
+from autoshard.sharding.axes.weights.joined_weights import Join, JoinedWeights, join_of, joined_weights
 from autoshard.sharding.program.array_sizes import itemsize
 from autoshard.sharding.program.operator_kinds import decodes, is_decision_point
 from autoshard.spmdrules.ir.program import Op, visits
@@ -26,7 +28,7 @@ _REARRANGING = ("transpose", "reshape")
 
 def computed_weights(
     axes: LogicalAxes, roles: Mapping[int, str], has_batch: Sequence[bool], gradients: Collection[int]
-) -> dict[int, int]:
+) -> tuple[dict[int, int], JoinedWeights]:
     """Finds the computed weights.
 
     Args:
@@ -36,30 +38,54 @@ def computed_weights(
         gradients: values that are computed from values with the batch, but do not have it.
 
     Returns:
-        Computed weight -> the parameter; value that is computed from codes of the optimizer's state -> that state.
+        Computed weight -> the parameter, or the first of several; value that is computed from codes of the
+        optimizer's state -> that state. And the joined weights among them.
     """
     avals = axes.program.avals
     moments = {v for v, role in roles.items() if role == "optimizer" and itemsize(avals[v]) == 1}
-    stored = {v for v, role in roles.items() if role == "parameter"} | moments
+    parameters = {v for v, role in roles.items() if role == "parameter"}
+    stored = parameters | moments
     sources = {v: v for v in stored} | {v: source for v, source in axes.parameter_aliases.items() if source in stored}
     found: dict[int, int] = {}
+    joins: dict[int, Join] = {}
+    origin: dict[int, int] = {}
+    constrained: set[int] = set()  # the lowering keeps casts and joined weights in shards
+
+    def add(value: int, operand: int) -> None:
+        found[value] = sources[value] = sources[operand]
+        if operand in origin:
+            origin[value] = origin[operand]
+
+    def is_weight(value: int) -> bool:
+        return value not in sources and not has_batch[value] and value not in gradients
+
     for op, entering in visits(axes.program.block):
-        if not entering:
-            continue
         for tie in op.edges:
-            own, whole = (axes.of_value[v] if v >= 0 else () for v in (tie.inner, tie.outer))
-            if tie.outer in found and tie.outer in op.operands and own == whole[int(tie.stacked) :]:
-                found[tie.inner] = sources[tie.inner] = found[tie.outer]
-        if op.blocks or op.rule is None or len(op.results) != 1:
+            outer, inner = (axes.of_value[v] if v >= 0 else () for v in (tie.outer, tie.inner))
+            if entering and tie.outer in found and tie.outer in op.operands and inner == outer[int(tie.stacked) :]:
+                add(tie.inner, tie.outer)
+            # what a loop keeps of a weight in each iteration, such as for the gradient
+            kept = not entering and tie.stacked and tie.inner in constrained and tie.outer in op.results
+            if kept and inner == outer[1:] and is_weight(tie.outer):
+                add(tie.outer, tie.inner)
+        if not entering or op.blocks or op.rule is None:
             continue
         if is_decision_point(op) and sources.get(_codes(op), -1) not in moments:
             continue
-        (result,) = op.results
-        if result in sources or has_batch[result] or result in gradients:
-            continue
-        if (operand := _source_operand(axes, op, result, sources)) is not None:
-            found[result] = sources[result] = sources[operand]
-    return found
+        for result in op.results:
+            if not is_weight(result):
+                continue
+            if len(op.results) == 1 and (operand := _source_operand(axes, op, result, sources)) is not None:
+                add(result, operand)
+                if op.name == "convert_element_type":
+                    constrained.add(result)
+                continue
+            join = join_of(op, result, {v for v in op.operands if sources.get(v) in parameters})
+            if join is not None:
+                add(result, join.operands[0][0])
+                joins[result], origin[result] = join, result
+                constrained.add(result)
+    return found, joined_weights(axes, joins, origin, sources)
 
 
 def rearranged_weights(axes: LogicalAxes, computed: Mapping[int, int]) -> dict[int, int]:

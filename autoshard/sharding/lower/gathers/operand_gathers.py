@@ -7,32 +7,37 @@ from __future__ import annotations
 
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
-from autoshard.spmdrules.core.placement import Spec
+from autoshard.spmdrules.core.placement import Spec, axes_of
 from autoshard.spmdrules.ir.program import Op
 
 
 def gathered_operands(layout: Layout, op: Op) -> dict[int, Spec]:
     """Return the numbers of these operands, and the shardings in which they are used.
 
-    They are scales from which a weight is decoded (`weights.decoded_weights`), and parameters whose elements are
-    repeated, such as the scales of a norm, where no dimension of the result is sharded over the mesh axes that store
-    them. There XLA could as well shard the result like the parameter, and all that is computed from it.
+    They are scales from which a weight is decoded (`weights.decoded_weights`), parameters that are stored along a
+    dimension in which they are joined (`weights.joined_weights`), and parameters whose elements are repeated, such as
+    the scales of a norm, where no dimension of the result is sharded over the mesh axes that store them. There XLA
+    could as well shard the result like the parameter, and all that is computed from it.
     """
-    decodes = not layout.roles.decoded_weights.isdisjoint(op.results)
-    found: dict[int, Spec] = {}
-    for i, v in enumerate(op.operands):
-        if v in layout.aliased_inputs or (decodes and v in layout.roles.inputs):
-            stored, spec = operand_spec(layout, v), layout.spec(v)
-            if stored != spec and (decodes or _is_repeated(op, i) and not _shares_axes(layout, op, stored)):
-                found[i] = spec
-    return found
+    if (joined := layout.roles.joined.join_of(op)) is not None:
+        result, join = joined
+        after = layout.alias_spec(layout.roles.computed_weights[result], result)
+        needed = join.needed(lambda v: operand_spec(layout, v), layout.spec, after)
+        specs = {i: needed[v] for i, v in enumerate(op.operands) if v in needed}
+    elif not layout.roles.decoded_weights.isdisjoint(op.results):
+        stored = [i for i, v in enumerate(op.operands) if v in layout.roles.inputs or v in layout.aliased_inputs]
+        specs = {i: layout.spec(op.operands[i]) for i in stored}
+    else:
+        repeated = [i for i, v in enumerate(op.operands) if v in layout.aliased_inputs and _is_repeated(op, i)]
+        specs = {i: layout.spec(op.operands[i]) for i in repeated if not _shares_axes(layout, op, i)}
+    return {i: spec for i, spec in specs.items() if spec != operand_spec(layout, op.operands[i])}
 
 
 def _is_repeated(op: Op, operand: int) -> bool:
     return bool(op.results) and op.eqn.invars[operand].aval.size < op.eqn.outvars[0].aval.size
 
 
-def _shares_axes(layout: Layout, op: Op, stored: Spec) -> bool:
+def _shares_axes(layout: Layout, op: Op, operand: int) -> bool:
     """Whether a dimension of the result is sharded over a mesh axis of the operand's stored sharding."""
-    of_result = {axis for dim in layout.spec(op.results[0]) for axis in dim}
-    return not of_result.isdisjoint(axis for dim in stored for axis in dim)
+    of_result = axes_of(layout.spec(op.results[0]))
+    return not set(of_result).isdisjoint(axes_of(operand_spec(layout, op.operands[operand])))
