@@ -31,6 +31,7 @@ from autoshard.sharding.axes.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.weights.computed_weights import computed_weights, rearranged_weights
 from autoshard.sharding.axes.weights.decoded_weights import decoded_weights
+from autoshard.sharding.axes.weights.loop_sums import reduced_loop_sums
 from autoshard.sharding.axes.weights.transposed_gradients import transposed_gradients
 from autoshard.sharding.axes.weights.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float, is_integer, itemsize
@@ -76,6 +77,7 @@ class Roles:
         decoded_weights: values that are computed from gathered codes and scales (`weights.decoded_weights`).
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
+        loop_sums: values of sums over a loop's iterations that are reduced after it -> the reduced value.
         stages: the axis of a pipeline's stages, if there is one.
         within_stages: the other axes of the values that have the axis of the stages.
         replicas: the axis of groups of rows whose sums are added after a loop over microbatches, if there is one.
@@ -103,6 +105,7 @@ class Roles:
     rearranged_weights: Mapping[int, int] = field(default_factory=dict)
     decoded_weights: frozenset[int] = frozenset()
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    loop_sums: Mapping[int, int] = field(default_factory=dict)
     dispatched: frozenset[int] = frozenset()
     dispatched_rows: tuple[int, ...] = ()
     stages: int | None = None
@@ -204,6 +207,7 @@ def find_roles(
         rearranged_weights=rearranged_weights(axes, computed),
         decoded_weights=decoded,
         transposed_gradients=transposed_gradients(program, gradients),
+        loop_sums=reduced_loop_sums(program),
         stages=stages,
         within_stages=frozenset() if stages is None else _axes_beside(axes, stages),
         replicas=replicas,

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from autoshard.spmdrules.families.weight_gathers import gather_once
+from autoshard.spmdrules.families.weight_gathers import gather_before_loop, gather_once, reduce_after_loop
 from tests.spmdrules.rows import Row, f32
 
 ROWS = [Row("gather_once", gather_once, (f32(4, 8),), "a b -> a b; linear 0")]
