@@ -29,8 +29,7 @@ from autoshard.sharding.axes.analysis import Analysis, analyse
 from autoshard.sharding.axes.weights.loop_sums import REARRANGING, LoopSum, loop_sums
 from autoshard.sharding.layout.operator_sharding import is_gradient
 from autoshard.sharding.loops.constants import WHOLE_WEIGHTS_SHARE
-from autoshard.sharding.program.array_sizes import nbytes
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS
+from autoshard.sharding.program.array_sizes import is_float, nbytes
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits, rewritten
 from autoshard.spmdrules.families.weight_gathers import OUTSIDE_LOOPS, gather_before_loop, reduce_after_loop
@@ -61,7 +60,7 @@ def _with_program(traced: Traced, closed: Any) -> Traced:
 
 
 def _may_change(program: Program) -> bool:
-    """Whether a scan multiplies with a constant that comes from an input of the program, or adds up products."""
+    """Whether a scan has a constant that comes from an input of the program, or adds up products."""
     if any(op.name in OUTSIDE_LOOPS for op in program.ops()):
         return False
     sources = _sources(program)
@@ -191,23 +190,22 @@ def _sources(program: Program) -> dict[int, int]:
 
 
 def _weights(scan: Op, sources: Mapping[int, int]) -> dict[int, set[int]]:
-    """Return the constants of a scan that are weights of products in its body, by number -> all values that equal them.
+    """Return the constants of a scan that are weights, by number -> all values in its body that equal them.
 
-    A stack of which the body takes slices is no such weight.
+    A stack of which the body takes slices is no such weight, and neither is a table in which it looks up rows.
     """
     consts, _ = _compat.scan_arity(scan.eqn.params)
     found = {}
     for n, v in enumerate(scan.operands[:consts]):
-        if v in sources and scan.eqn.invars[n].aval.ndim > 1:
+        if v in sources and scan.eqn.invars[n].aval.ndim and is_float(scan.eqn.invars[n].aval):
             equal = {scan.blocks[0].inputs[n]}
-            if _multiplies(scan.blocks[0], equal):
+            if _is_used_whole(scan.blocks[0], equal):
                 found[n] = equal
     return found
 
 
-def _multiplies(block: Block, equal: set[int]) -> bool:
-    """Whether a block multiplies with one of these values, and takes no slices of them. Adds values that equal them."""
-    multiplies = False
+def _is_used_whole(block: Block, equal: set[int]) -> bool:
+    """Whether a block takes no parts of values. Adds those that equal them in another type or order."""
     for op in inlined(block):
         taken = [n for n, v in enumerate(op.operands) if v in equal]
         if not taken:
@@ -219,9 +217,8 @@ def _multiplies(block: Block, equal: set[int]) -> bool:
             if any(n >= consts for n in taken):
                 return False
             equal.update(op.blocks[0].inputs[n] for n in taken)
-            multiplies |= _multiplies(op.blocks[0], equal)
+            if not _is_used_whole(op.blocks[0], equal):
+                return False
         elif op.blocks or op.name in ("slice", "dynamic_slice", "gather"):
             return False
-        else:
-            multiplies |= op.name in CONTRACTIONS
-    return multiplies
+    return True
