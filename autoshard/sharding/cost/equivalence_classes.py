@@ -66,7 +66,8 @@ def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], distin
         is_input = v in roles.inputs
         transposed, permutation = roles.transposed_gradients.get(v, (v, ()))
         source = stored[v if is_input else aliases.get(v)]
-        key = axes.of_value[v], is_input, source, v in roles.gradients, v in roles.loop_sums, axes.of_value[transposed], permutation
+        kinds = is_input, v in roles.gradients, v in roles.loop_sums
+        key = axes.of_value[v], kinds, source, axes.of_value[transposed], permutation
         found.append(numbers.setdefault(key, len(numbers)))
         if len(numbers) > len(examples):
             examples.append(v)

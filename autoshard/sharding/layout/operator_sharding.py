@@ -100,9 +100,9 @@ def wanted_spec_of(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> Calla
 def is_stored_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
     """Whether the result of an operator is a gradient that is wanted as its state is stored.
 
-    That is a gradient where it is summed, the gradients of layers that the stages give back, gradients that a loop has
-    summed (`reduce_after_loop`), and what is looked up by numbers that are computed from gradients, such as new codes. If a group of rows has one row of each microbatch, the
-    replicas are the batch.
+    That is a gradient where it is summed, the gradients of layers that the stages give back, sums of gradients after
+    their loop (`reduce_after_loop`), and what is looked up by numbers that are computed from gradients, such as new
+    codes. If a group of rows has one row of each microbatch, the replicas are the batch.
     """
     if op.name == "gather" and value in roles.gradients and op.operands[1] in roles.gradients:
         return True
@@ -191,7 +191,8 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
     users after two constraints in a row, see its `apply_sharding_constraints.cc`.) In a loop, XLA then reshards whole
     stacks in each iteration, before it takes a slice.
 
-    Two kinds of activations are constrained, and sums before they are reduced (`reduce_after_loop`). The constrained value replaces the value in the rest of its block.
+    Sums are constrained before they are reduced (`reduce_after_loop`), and two kinds of activations. The constrained
+    value replaces the value in the rest of its block.
 
         activations that need a mesh axis on another dimension
         inputs of a loop's body that are resharded
@@ -338,15 +339,17 @@ def order_of_scatter(layout: Layout, op: Op, strategy: OperatorStrategy, want: S
     The order is the product's own or, if it is only transposed, that of its transpose. Return None for other products.
     """
     sums = [move for move in strategy.moves if move.array < 0]
-    if op.name != "dot_general" or is_loop_term(layout.roles.loop_sums, op) or all(move.kind != "reduce-scatter" for move in sums):
+    if op.name != "dot_general" or all(move.kind != "reduce-scatter" for move in sums):
         return None
     assert op.rule is not None
     computed, shape = strategy.spec(op.rule.results[0]), op.eqn.outvars[0].aval.shape
     ones = [n == shard_count((axes,), layout.mesh) for n, axes in zip(shape, want, strict=True)]
     scattered = [d for d, (before, after) in enumerate(zip(computed, want, strict=True)) if before != after]
+    if len(scattered) != 1:
+        return None
     added = want[scattered[0]][len(computed[scattered[0]]) :]
     partial = {axis for move in sums for axis in move.axes}
-    if len(scattered) > 1 or (*computed[scattered[0]], *added) != want[scattered[0]] or not partial >= {*added}:
+    if (*computed[scattered[0]], *added) != want[scattered[0]] or not partial >= {*added}:
         return None
     for order in ((*range(len(shape)),), transposed_order(layout, op)):
         front = [*itertools.takewhile(lambda d: d != scattered[0], order)]

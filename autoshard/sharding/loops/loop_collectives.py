@@ -26,10 +26,11 @@ from typing import Any
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.analysis import Analysis, analyse
-from autoshard.sharding.axes.weights.loop_sums import REARRANGING, LoopSum, loop_sums
+from autoshard.sharding.axes.weights.loop_sums import ADDITIONS, REARRANGING, LoopSum, loop_sums
 from autoshard.sharding.layout.operator_sharding import is_gradient
 from autoshard.sharding.loops.constants import WHOLE_WEIGHTS_SHARE
 from autoshard.sharding.program.array_sizes import is_float, nbytes
+from autoshard.sharding.program.operator_kinds import is_declared
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits, rewritten
 from autoshard.spmdrules.families.weight_gathers import OUTSIDE_LOOPS, gather_before_loop, reduce_after_loop
@@ -40,6 +41,8 @@ _FRAMES = ("scan", "remat2")  # operators in whose bodies the program can be cha
 
 def with_loop_collectives(traced: Traced, memory_bytes: float) -> Traced:
     """Return a traced step whose loops over time take gathered weights and reduce gradients once.
+
+    A pipeline stays as it is: its loop over the ticks has gathers of its own (`gather_once`).
 
     Args:
         traced: the step.
@@ -63,13 +66,27 @@ def _may_change(program: Program) -> bool:
     """Whether a scan has a constant that comes from an input of the program, or adds up products."""
     if any(op.name in OUTSIDE_LOOPS for op in program.ops()):
         return False
-    sources = _sources(program)
     scans = [op for op in program.ops() if _is_loop(op)]
+    sources = _sources(program) if scans else {}
     return any(_weights(op, sources) or loop_sums(op) for op in scans)
 
 
 def _is_loop(op: Op) -> bool:
-    return op.name == "scan" and op.eqn.params["length"] > 1
+    """Whether an operator is a loop that carries more than sums. One over microbatches carries sums of gradients."""
+    if op.name != "scan" or op.eqn.params["length"] < 2:
+        return False
+    consts, count = _compat.scan_arity(op.eqn.params)
+    body = op.blocks[0]
+    takers: dict[int, list[Op]] = {}
+    for each in inlined(body):
+        for v in each.operands:
+            takers.setdefault(v, []).append(each)
+
+    def is_sum(position: int) -> bool:
+        found = takers.get(body.inputs[consts + position], [])
+        return len(found) == 1 and found[0].name in ADDITIONS and found[0].results[0] == body.outputs[position]
+
+    return any(op.eqn.invars[consts + n].aval.ndim and not is_sum(n) for n in range(count))
 
 
 def _edits(traced: Traced, analysis: Analysis, memory_bytes: float) -> FrameEdits | None:
@@ -110,7 +127,8 @@ def _loops(block: Block, path: tuple[int, ...] = ()) -> Iterator[_Loop]:
         yield from _loops(op.blocks[0], (*path, position))
 
 
-@dataclass
+@shown
+@dataclass(eq=False)
 class _Changes:
     """What was changed so far.
 
@@ -158,7 +176,8 @@ class _Changes:
     def _is_gradient(self, each: LoopSum) -> bool:
         """Whether all terms of a sum are sums over the batch, and the sum is one of arrays."""
         axes, roles = self.analysis.axes, self.analysis.roles
-        return bool(axes.of_value[each.result]) and all(is_gradient(axes, roles, op, op.results[0]) for op in each.terms)
+        of_batch = (is_gradient(axes, roles, op, op.results[0]) for op in each.terms)
+        return bool(axes.of_value[each.result]) and all(of_batch)
 
 
 def _starts_at_zero(loop: _Loop, each: LoopSum) -> bool:
@@ -180,13 +199,20 @@ def _sources(program: Program) -> dict[int, int]:
                 pairs = list(zip(op.operands, op.blocks[0].inputs, strict=True))
                 sources.update({inner: sources[v] for v, inner in [*pairs[:consts], *pairs[consts + count :]]
                                 if v in sources})  # fmt: skip
-            if op.name in REARRANGING and op.operands[0] in sources:
+            if _rearranges(op) and op.operands[0] in sources:
                 sources[op.results[0]] = sources[op.operands[0]]
             for inner in op.blocks:
                 visit(inner)
 
     visit(program.block)
     return sources
+
+
+def _rearranges(op: Op) -> bool:
+    """Whether the result of an operator has the elements of its operand, each once."""
+    if op.name == "broadcast_in_dim":
+        return op.eqn.invars[0].aval.size == op.eqn.outvars[0].aval.size
+    return op.name in REARRANGING
 
 
 def _weights(scan: Op, sources: Mapping[int, int]) -> dict[int, set[int]]:
@@ -205,12 +231,15 @@ def _weights(scan: Op, sources: Mapping[int, int]) -> dict[int, set[int]]:
 
 
 def _is_used_whole(block: Block, equal: set[int]) -> bool:
-    """Whether a block takes no parts of values. Adds those that equal them in another type or order."""
+    """Whether a block takes no parts of values. Adds those that equal them in another type or order.
+
+    A declared operator may take a part, such as a layer of a stack.
+    """
     for op in inlined(block):
         taken = [n for n, v in enumerate(op.operands) if v in equal]
         if not taken:
             continue
-        if op.name in REARRANGING:
+        if _rearranges(op):
             equal.update(op.results)
         elif op.name == "scan":
             consts, _ = _compat.scan_arity(op.eqn.params)
@@ -219,6 +248,6 @@ def _is_used_whole(block: Block, equal: set[int]) -> bool:
             equal.update(op.blocks[0].inputs[n] for n in taken)
             if not _is_used_whole(op.blocks[0], equal):
                 return False
-        elif op.blocks or op.name in ("slice", "dynamic_slice", "gather"):
+        elif op.blocks or is_declared(op) or op.name in ("slice", "dynamic_slice", "gather"):
             return False
     return True

@@ -19,7 +19,8 @@ for _primitive in (gather_p, before_loop_p, after_loop_p):
     _primitive.def_abstract_eval(lambda x: x)
     mlir.register_lowering(_primitive, lambda _, x: [x])
 
-OUTSIDE_LOOPS = frozenset({gather_p.name, before_loop_p.name, after_loop_p.name})
+AROUND_LOOPS = frozenset({before_loop_p.name, after_loop_p.name})
+OUTSIDE_LOOPS = AROUND_LOOPS | {gather_p.name}
 
 
 def gather_once(weights: Any) -> Any:

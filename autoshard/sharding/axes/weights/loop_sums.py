@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point
 from autoshard.spmdrules.families.weight_gathers import after_loop_p
 from autoshard.spmdrules.ir.program import Op, Program, inlined
 
-_ADDITIONS = ("add", "add_any")
+ADDITIONS = ("add", "add_any")
 # Operators whose result has the elements of their operand in another type or order.
 REARRANGING = ("convert_element_type", "transpose", "reshape", "squeeze")
 _TERMS = (*CONTRACTIONS, "reduce_sum")
@@ -69,9 +69,9 @@ def loop_sums(scan: Op) -> list[LoopSum]:
             if v == carry:
                 continue
             op = made[v]
-            if op.name in _TERMS:
+            if op.name in _TERMS and is_decision_point(op):
                 terms.append(op)
-            elif op.name in (*_ADDITIONS, *REARRANGING):
+            elif op.name in (*ADDITIONS, *REARRANGING, "reduce_sum"):  # a sum over dimensions of size 1
                 left += op.operands
             else:
                 break

@@ -83,8 +83,9 @@ class KnownPrices:
         types = [(v.aval.shape, v.aval.dtype) for v in (*op.eqn.invars, *op.eqn.outvars)]
         is_literal = tuple([v < 0 for v in arrays])
         key = (
-            self.target, is_loop_term(self.roles.loop_sums, op), op.name, id(op.rule), tuple(op.eqn.params.items()), tuple(types), is_literal,
+            self.target, op.name, id(op.rule), tuple(op.eqn.params.items()), tuple(types), is_literal,
             tuple(facts.transfer_bytes), tuple([(position.get(v), *rest) for v, *rest in facts.memory]),
+            is_loop_term(self.roles.loop_sums, op),
             None if is_decision_point(op) else (moves_operands(op, axes, self.roles), self._logical_axes(arrays)),
         )  # fmt: skip
         try:
