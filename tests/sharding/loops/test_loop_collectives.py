@@ -133,17 +133,25 @@ def test_pipelines_do_not_change():
     assert with_loop_collectives(traced, AMPLE) is traced
 
 
-def moves(words):
-    made = plan(step, WEIGHTS, BATCH, target="v5e:2x4", plan=words)
+def moves(words, batch=BATCH):
+    made = plan(step, WEIGHTS, batch, target="v5e:2x4", plan=words)
     assert made.bound is not None
     found = made.bound.problem.cost(made.bound.layout).collectives
     return made.bound, [each for each in found if each.wire_bytes > 1e3]
 
 
+@pytest.mark.parametrize("rows", [ROWS, 64], ids=["many rows", "few rows"])
 @pytest.mark.parametrize("words", ["dp:8", "zero1:8", "fsdp:8", "dp:2 fsdp:4"])
-def test_the_estimate_counts_collectives_once_for_each_weight(words):
-    _, found = moves(words)
+def test_the_estimate_counts_collectives_once_for_each_weight(words, rows):
+    _, found = moves(words, shape(rows, STEPS, WIDTH))
     assert found and {each.count for each in found} <= {1, 2}
+
+
+@pytest.mark.parametrize("words", ["dp:8", "zero1:8", "fsdp:8"])
+def test_bounds_of_the_time_count_reductions_after_the_loop(words):
+    made, _ = moves(words, shape(64, STEPS, WIDTH))
+    *_, least_us = made.problem.cost.least_us(made.layout)
+    assert least_us <= made.problem.cost(made.layout).step_time_us
 
 
 def test_the_peak_counts_the_whole_weight_and_gradient(monkeypatch):
