@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,7 +31,9 @@ from autoshard.sharding.axes.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.weights.computed_weights import computed_weights, rearranged_weights
 from autoshard.sharding.axes.weights.decoded_weights import decoded_weights
+from autoshard.sharding.axes.weights.gradients import gradients_of
 from autoshard.sharding.axes.weights.joined_weights import JoinedWeights, stacks_weights
+from autoshard.sharding.axes.weights.loop_sums import reduced_loop_sums
 from autoshard.sharding.axes.weights.transposed_gradients import transposed_gradients
 from autoshard.sharding.axes.weights.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float, is_integer, itemsize
@@ -78,6 +80,7 @@ class Roles:
         decoded_weights: values that are computed from gathered codes and scales (`weights.decoded_weights`).
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
+        loop_sums: values of sums over a loop's iterations that are reduced after it -> the reduced value.
         stages: the axis of a pipeline's stages, if there is one.
         within_stages: the other axes of the values that have the axis of the stages.
         replicas: the axis of groups of rows whose sums are added after a loop over microbatches, if there is one.
@@ -106,6 +109,7 @@ class Roles:
     joined: JoinedWeights = JoinedWeights()
     decoded_weights: frozenset[int] = frozenset()
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    loop_sums: Mapping[int, int] = field(default_factory=dict)
     dispatched: frozenset[int] = frozenset()
     dispatched_rows: tuple[int, ...] = ()
     stages: int | None = None
@@ -183,7 +187,7 @@ def find_roles(
     if single_rows:
         counting = {c for v in data for dim in _before(axes, v, batch) for c in axes.of_value[v][dim]}
         sequence = {c: None for c in sequence if c not in counting}
-    gradients = _gradients(program, axes, batch) - dispatched | _stacked_terms(program, axes, replicas)
+    gradients = gradients_of(program, axes, batch) - dispatched | _stacked_terms(program, axes, replicas)
     computed, joined = ({}, JoinedWeights()) if batch is None else computed_weights(axes, inputs, has_batch, gradients)
     decoded = decoded_weights(axes, parameters, computed, has_batch, gradients) if batch is not None else frozenset()
     if batch in use.attended and _has_one_row(axes, inputs, batch, max(single_rows, 1)):
@@ -208,6 +212,7 @@ def find_roles(
         joined=joined,
         decoded_weights=decoded,
         transposed_gradients=transposed_gradients(program, gradients),
+        loop_sums=reduced_loop_sums(program),
         stages=stages,
         within_stages=frozenset() if stages is None else _axes_beside(axes, stages),
         replicas=replicas,
@@ -281,38 +286,6 @@ def _has_one_row(axes: LogicalAxes, inputs: Mapping[int, Role], batch: int | Non
 def _before(axes: LogicalAxes, value: int, axis: int | None) -> range:
     """The dimensions of a value before that of an axis; none if it does not have the axis."""
     return range(next((d for d, dim in enumerate(axes.of_value[value]) if axis in dim), 0))
-
-
-def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozenset[int]:
-    """Arrays without the batch that are computed from arrays with it: gradients, and updated moments and parameters.
-
-    If a loop's carry is such an array after the last iteration, it counts as one before each iteration, too
-    (accumulated gradients).
-    """
-    if batch is None:
-        return frozenset()
-    of_leaves = {leaves: any(batch in dim for dim in leaves) for leaves in set(axes.of_value)}
-    has_batch = [of_leaves[leaves] for leaves in axes.of_value]
-    inputs, found, before = set(program.inputs), set(), -1
-    reached = [*has_batch, False]  # has the batch or is found; the last one is for literals, which have the number -1
-
-    def add(values: Iterable[int]) -> None:
-        for v in values:
-            if not reached[v] and v not in inputs:
-                reached[v] = True
-                found.add(v)
-
-    while len(found) > before:
-        before = len(found)
-        for op in program.ops():
-            if op.rule is not None:
-                if any([reached[v] for v in op.operands]):
-                    add(op.results)
-                continue
-            for tie in op.edges:
-                if tie.outer in found or tie.inner in found:
-                    add((tie.outer, tie.inner))
-    return frozenset(v for v in found if len(program.avals[v].shape) > 0)
 
 
 def _stacked_terms(program: Program, axes: LogicalAxes, replicas: int | None) -> frozenset[int]:

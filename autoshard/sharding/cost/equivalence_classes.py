@@ -25,6 +25,7 @@ from autoshard.sharding.layout.operator_sharding import transfer_bytes
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.core.placement import Spec
+from autoshard.spmdrules.families.weight_gathers import after_loop_p
 from autoshard.spmdrules.ir.merged_recomputation import is_merged_checkpoint, merged_values
 from autoshard.spmdrules.ir.program import Block, Op
 
@@ -67,7 +68,8 @@ def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], distin
         transposed, permutation = roles.transposed_gradients.get(v, (v, ()))
         source = stored[v if is_input else aliases.get(v)]
         joined = joins.get(roles.joined.origin.get(v))
-        key = axes.of_value[v], is_input, source, v in roles.gradients, axes.of_value[transposed], permutation, joined
+        kinds = is_input, v in roles.gradients, v in roles.loop_sums
+        key = axes.of_value[v], kinds, source, axes.of_value[transposed], permutation, joined
         found.append(numbers.setdefault(key, len(numbers)))
         if len(numbers) > len(examples):
             examples.append(v)
@@ -140,6 +142,8 @@ class OperatorClass:
         runs: number of runs of all of them in a step.
         numbers: their numbers, counted as in `Program.ops`.
         shared: for each operand, the values that the operators take there.
+        reducing: the numbers of the operators at which the results are reduced: their own, or those after a loop
+            that sums the results (`Roles.loop_sums`).
     """
 
     op: Op
@@ -147,6 +151,7 @@ class OperatorClass:
     runs: float = 0.0
     numbers: list[int] = field(default_factory=list)
     shared: list[list[SharedOperands]] = field(default_factory=list)
+    reducing: list[int] = field(default_factory=list)
     _facts: Facts | None = field(default=None, init=False, repr=False)
 
     def facts(self, axes: LogicalAxes, fusion: Fusion) -> Facts:
@@ -170,6 +175,11 @@ class OperatorClass:
     def members(self) -> np.ndarray:
         """Their numbers as an array."""
         return np.array(self.numbers)
+
+    @cached_property
+    def reduced_at(self) -> np.ndarray:
+        """`reducing` as an array; `members` itself if the operators reduce their results themselves."""
+        return self.members if self.reducing == self.numbers else np.array(self.reducing)
 
     @cached_property
     def line(self) -> str:
@@ -219,7 +229,7 @@ def operator_classes(
     numbers: dict[Any, int] = {}
     class_of = [  # the class of each value, by everything that a layout can distinguish
         numbers.setdefault(
-            (of_value[v], v in roles.gradients, v in roles.decoded_weights,
+            (of_value[v], v in roles.gradients, v in roles.loop_sums, v in roles.decoded_weights,
              of_value[aliases[v]] if v in aliases else None,
              source if (source := aliases.get(v, v)) in distinct else None, axes.transfer_dtype.get(v),
              joins.get(roles.joined.origin.get(v))),
@@ -229,6 +239,7 @@ def operator_classes(
     ]  # fmt: skip
     class_of.append(-1)  # of literals, which have the number -1
     merged = merged_values(axes.program)
+    after_loop = {op.results[0]: number for number, (op, _) in enumerate(ops) if op.name == after_loop_p.name}
     for number, (op, _) in enumerate(ops):
         if op.rule is None or (merged and op.results and merged.keys() >= {*op.results}):
             continue
@@ -244,6 +255,7 @@ def operator_classes(
             found = classes[key] = OperatorClass(op, kernel)
         found.runs += op.trips
         found.numbers.append(number)
+        found.reducing.append(after_loop.get(roles.loop_sums.get(op.results[0], -1), number) if op.results else number)
     priced = [each for each in classes.values() if _may_cost(each, axes, roles)]
     _note_shared(priced, ops, axes, roles, merged)
     return priced

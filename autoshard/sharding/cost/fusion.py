@@ -55,6 +55,7 @@ from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, CONVOLUTION, decodes, is_decision_point, is_declared
 from autoshard.spmdrules.families.stages import layer_p, read_p, write_p
+from autoshard.spmdrules.families.weight_gathers import AROUND_LOOPS
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
 _SLICES = ("slice", "dynamic_slice", layer_p.name)
@@ -184,7 +185,8 @@ class _Finder:
             for inner in op.blocks:
                 self.visit(inner)
             if id(op) in self.kernel_ids:
-                self.kernels[id(op)] = self.make_kernel(op)
+                if op.name not in AROUND_LOOPS:  # only a collective
+                    self.kernels[id(op)] = self.make_kernel(op)
             elif op.rule is not None and op.name not in _SLICES and id(op) not in self.chain_end_ids:
                 stores += [op] if any(v in self.memory for v in op.results) else []
         self.note_on_chip(ops, users, outputs)

@@ -41,6 +41,7 @@ from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.host_memory import fetched_slices
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.placement import Spec, axes_of, shard_count
+from autoshard.spmdrules.families.weight_gathers import before_loop_p
 from autoshard.spmdrules.ir.merged_recomputation import merged_values
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
@@ -91,6 +92,10 @@ class MemoryModel:
         for _, out in state:
             self.written[out] = out in inputs  # donated: written over the input
         self._hand_over_carries(program)
+        self.gathered_inputs = {
+            op.results[0]: op.operands[0]
+            for op in program.ops() if op.name == before_loop_p.name and op.operands[0] in inputs
+        }  # fmt: skip
         self.held_throughout = np.zeros(n, bool)
         self.held_throughout[list(inputs)] = True
         self.written[self.carried] = False
@@ -276,6 +281,9 @@ class MemoryModel:
             spec, shape = operand_spec(layout, example), self.axes.program.avals[example].shape
             rows = shape[-1] // layout.shard_count(spec[-1])
             local[values] = self.whole[values] / layout.shard_count(axes_of(spec)) * row_padding(rows)
+        for v, source in self.gathered_inputs.items():
+            if layout.stored_spec(source) == layout.spec(v):  # it is the input itself
+                local[v] = 0.0
         return local
 
     def _row_major_of(self, classes: ValueClasses) -> list[tuple[int, np.ndarray]]:

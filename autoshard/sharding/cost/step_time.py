@@ -166,7 +166,7 @@ class CostModel:
             if held_bytes:
                 buffers["opaque", number] = LiveBuffers(held_bytes, each.members, each.members)
             for move in price.moves:
-                new, (name, *others) = each.members, move.axes
+                new, (name, *others) = each.members if move.array >= 0 else each.reduced_at, move.axes
                 axes = tuple(a for name in move.axes for a in names[name]) if others else names[name]
                 if move.array >= 0 and sequential and self._is_state(each.op.operands[move.array]):
                     in_order.append(LiveBuffers(move.local_bytes + move.wire_bytes, each.members, each.members))
@@ -179,7 +179,7 @@ class CostModel:
                             key = move.kind, axes, some.number
                             found = Gathered(buffers[key], some.first, move.array, len(collectives))
                             gathered.setdefault(key, found)
-                elif move.kind == "reduce-scatter":
+                elif move.kind == "reduce-scatter" and new is each.members:
                     reduced = LiveBuffers(move.local_bytes, each.members, each.members)
                     buffers["reduced", number, move.array] = reduced
                 if len(new):

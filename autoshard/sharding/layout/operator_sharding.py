@@ -14,6 +14,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.axes.stored_values import may_be_stored
+from autoshard.sharding.axes.weights.loop_sums import is_loop_term
 from autoshard.sharding.layout.known_strategies import known_strategy
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
@@ -37,7 +38,7 @@ from autoshard.spmdrules.families.stages import (
     WITH_ALL_LAYERS,
     shift_p,
 )
-from autoshard.spmdrules.families.weight_gathers import gather_p
+from autoshard.spmdrules.families.weight_gathers import OUTSIDE_LOOPS, after_loop_p
 from autoshard.spmdrules.ir.program import Block, Op
 
 AFTER_UPDATE, BEFORE_LOOPS = "after the update", "before a loop"
@@ -51,7 +52,8 @@ def operand_spec(layout: Layout, value: int) -> Spec:
     """
     if (held := layout.held_spec(value)) is not None:
         return held
-    return gradient_spec_of(layout, value) if value in layout.roles.gradients else layout.spec(value)
+    is_stored = value in layout.roles.gradients and value not in layout.roles.loop_sums
+    return gradient_spec_of(layout, value) if is_stored else layout.spec(value)
 
 
 def spec_function(axes: LogicalAxes, roles: Roles, value: int) -> Callable[[Layout, int], Spec]:
@@ -66,6 +68,14 @@ def result_spec(layout: Layout, op: Op, value: int) -> Spec:
     weights of a stage's layers, which the stage gathers one by one. It is the computed sharding for any other result.
     """
     return wanted_spec_of(layout.axes, layout.roles, op, value)(layout, value)
+
+
+def written_spec(layout: Layout, op: Op, value: int) -> Spec:
+    """The sharding to which the result of a decision point is constrained.
+
+    It is that of `result_spec`, but terms of a sum that is reduced after a loop keep their computed sharding.
+    """
+    return layout.spec(value) if value in layout.roles.loop_sums else result_spec(layout, op, value)
 
 
 def computed_weight_spec(layout: Layout, value: int) -> Spec:
@@ -86,11 +96,13 @@ def wanted_spec_of(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> Calla
 def is_stored_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
     """Whether the result of an operator is a gradient that is wanted as its state is stored.
 
-    That is a gradient where it is summed, the gradients of layers that the stages give back, and what is looked up by
-    numbers that are computed from gradients, such as new codes. If a group of rows has one row of each microbatch, the
-    replicas are the batch.
+    That is a gradient where it is summed, the gradients of layers that the stages give back, sums of gradients after
+    their loop (`reduce_after_loop`), and what is looked up by numbers that are computed from gradients, such as new
+    codes. If a group of rows has one row of each microbatch, the replicas are the batch.
     """
     if op.name == "gather" and value in roles.gradients and op.operands[1] in roles.gradients:
+        return True
+    if op.name == after_loop_p.name and value in roles.gradients:
         return True
     if op.name in LAYER_STACKS and (value in roles.gradients or (roles.replicas,) in axes.of_value[value]):
         return True
@@ -163,7 +175,8 @@ def strategy_in_layout(layout: Layout, op: Op, prices: LinkPrices) -> OperatorSt
     """The strategy of a decision point under a layout; `prices`: see `choose_strategy`."""
     operands = [operand_spec(layout, v) if v >= 0 else () for v in op.operands]
     results, moved = [result_spec(layout, op, v) for v in op.results], transfer_bytes(layout.axes, op)
-    return strategy_for_specs(op, operands, results, moved, layout.mesh, prices, layout.sequence)
+    own = op, operands, results, moved, layout.mesh, prices, layout.sequence
+    return strategy_for_specs(*own, is_loop_term(layout.roles.loop_sums, op))
 
 
 def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) -> dict[int, Spec]:
@@ -174,7 +187,8 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
     users after two constraints in a row, see its `apply_sharding_constraints.cc`.) In a loop, XLA then reshards whole
     stacks in each iteration, before it takes a slice.
 
-    Two kinds of activations are constrained. The constrained value replaces the value in the rest of its block.
+    Sums are constrained before they are reduced (`reduce_after_loop`), and two kinds of activations. The constrained
+    value replaces the value in the rest of its block.
 
         activations that need a mesh axis on another dimension
         inputs of a loop's body that are resharded
@@ -192,7 +206,7 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
     for i, (v, dims) in enumerate(zip(op.operands, chosen.rule(op).operands, strict=True)):
         if v >= 0 and v not in layout.aliased_inputs and v not in layout.roles.inputs:
             spec, wanted = operand_spec(layout, v), chosen.spec(dims)
-            if moves_axis(spec, wanted) or (spec != wanted and v in inputs):
+            if moves_axis(spec, wanted) or (spec != wanted and (v in inputs or op.name == after_loop_p.name)):
                 found[i] = spec
     return found
 
@@ -223,6 +237,7 @@ def strategy_for_specs(
     mesh: Mapping[str, int],
     prices: LinkPrices,
     sequence: Mapping[str, str],
+    summed: bool = False,
 ) -> OperatorStrategy:
     """The strategy of a decision point.
 
@@ -234,14 +249,15 @@ def strategy_for_specs(
         mesh: mesh axis -> size.
         prices: see `choose_strategy`.
         sequence: see `Layout`.
+        summed: whether its result is reduced after a loop (`is_loop_term`), so that contractions cost nothing in it.
     """
     assert op.rule is not None
     avals = [v.aval for v in op.eqn.invars]
     specs = [spec or ((),) * a.ndim for spec, a in zip(operand_specs, avals, strict=True)]
     given = [nbytes(v.aval) for v in op.eqn.outvars]
     forms = sequence_forms_of(op.eqn.params, avals) if sequence else None
-    is_gather = op.name == gather_p.name or decodes(op)
-    if forms is None and op.name not in LAYER_STACKS and not is_gather:
+    is_gather = op.name in OUTSIDE_LOOPS or decodes(op)
+    if forms is None and op.name not in LAYER_STACKS and not (is_gather or summed):
         chosen = known_strategy(op.rule, moved, specs, given, result_specs, mesh, flops_of(op), prices)
         return _with_shift(op, chosen, mesh) if op.name == shift_p.name else chosen
 
@@ -251,6 +267,9 @@ def strategy_for_specs(
     if is_gather:  # the operand is gathered, so that its gather is one of a stored weight
         of_result = project(op.rule, op.rule.results[0], result_specs[0], mesh)
         return choose(op.rule, {axis: [of_result.get(axis)] for axis in mesh})
+    if summed:
+        first, *rest = [project(op.rule, dims, spec, mesh) for dims, spec in zip(op.rule.operands, specs, strict=True)]
+        return choose(op.rule, {a: [f] for a, f in first.items() if all(each.get(a) == f for each in rest)})
     if forms is None:
         dims, of_layer = _layer_of(op, specs, result_specs)
         of_stages = (result_specs if op.name in TO_STAGES else specs)[0]
@@ -325,9 +344,11 @@ def order_of_scatter(layout: Layout, op: Op, strategy: OperatorStrategy, want: S
     computed, shape = strategy.spec(op.rule.results[0]), op.eqn.outvars[0].aval.shape
     ones = [n == shard_count((axes,), layout.mesh) for n, axes in zip(shape, want, strict=True)]
     scattered = [d for d, (before, after) in enumerate(zip(computed, want, strict=True)) if before != after]
+    if len(scattered) != 1:
+        return None
     added = want[scattered[0]][len(computed[scattered[0]]) :]
     partial = {axis for move in sums for axis in move.axes}
-    if len(scattered) > 1 or (*computed[scattered[0]], *added) != want[scattered[0]] or not partial >= {*added}:
+    if (*computed[scattered[0]], *added) != want[scattered[0]] or not partial >= {*added}:
         return None
     for order in ((*range(len(shape)),), transposed_order(layout, op)):
         front = [*itertools.takewhile(lambda d: d != scattered[0], order)]

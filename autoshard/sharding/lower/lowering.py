@@ -4,9 +4,8 @@ Operands and results of contractions, gathers, scatters and reductions are const
 constrained to their own shardings before an operator reshards them (`pinned_operands`), and some parameters to those in
 which an elementwise operator uses them (`gathered_operands`). A stored parameter is constrained in the narrower of its
 stored and its compute dtype: after a cast to bfloat16, before one to float32. XLA propagates shardings to all other
-values. With more constraints, it would keep gathered activations for the gradients.
-
-Loops, branches and calls are rewritten in place. Source lines and name scopes are kept.
+values. With more constraints, it would keep gathered activations for the gradients. Loops, branches and calls are
+rewritten in place. Source lines and name scopes are kept.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from autoshard.sharding.layout.operator_sharding import (
     operand_spec,
     order_of_scatter,
     pinned_operands,
-    result_spec,
     runs_on_shards,
     strategy_in_layout,
+    written_spec,
 )
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
@@ -164,7 +163,7 @@ class Lowering:
                 self.cast(args[0], results[0])
             return self.constrain_like_parameter(op, results)
         chosen = strategy_in_layout(self.layout, op, self.link_prices)
-        wants = [result_spec(self.layout, op, v) for v in op.results]
+        wants = [written_spec(self.layout, op, v) for v in op.results]
         if self.held and op.name not in REDUCTIONS:
             operands = zip(args, op.operands, chosen.rule(op).operands, strict=True)
             args = [self.held.get(Gather(v, chosen.spec(d)), x) for x, v, d in operands]
@@ -281,10 +280,12 @@ class Lowering:
     def constrain_like_parameter(self, op: Op, results: list[Any]) -> list[Any]:
         """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.
 
-        A cast keeps the stored sharding, and so do joined weights and the chunks of a parameter over which a loop runs.
-        What was gathered before its loop stays gathered. Others have no constraint, so that XLA gathers each once.
+        A cast keeps the stored sharding, and so do joined weights and chunks over which a loop runs. What was gathered
+        before its loop stays gathered. A sum that is reduced after its loop keeps its computed sharding, else XLA
+        reduces it in the loop. Others have no constraint, so that XLA gathers each once.
         """
-        layout = self.layout
+        if (layout := self.layout).roles.loop_sums and op.results and op.results[0] in layout.roles.loop_sums:
+            return [self.constrain(results[0], layout.spec(op.results[0]))]
         if op.name == "convert_element_type" or layout.roles.joined.join_of(op) is not None:
             stored = [operand_spec(layout, v) if v in layout.aliased_inputs else None for v in op.results]
             return [x if s is None else self.constrain(x, s) for x, s in zip(results, stored, strict=True)]
@@ -381,8 +382,7 @@ class Lowering:
     def loop(self, op: Op, args: list[Any]) -> list[Any]:
         """Return the results of a while loop with a rewritten condition and body.
 
-        The primitive is bound directly, because under `vmap` a condition has one truth value per row, which
-        `lax.while_loop` refuses.
+        The primitive is bound: under `vmap` a condition has one truth value per row, which `lax.while_loop` refuses.
         """
         params = op.eqn.params
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]

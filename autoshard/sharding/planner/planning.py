@@ -17,6 +17,7 @@ from autoshard.sharding.layout import unrolled_layers
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
 from autoshard.sharding.layout.plan_request import moves_keys, parse_request
 from autoshard.sharding.layout.request_scaling import scaled_pipelines
+from autoshard.sharding.loops.loop_collectives import with_loop_collectives
 from autoshard.sharding.machines.device_mesh import (
     MeshLike,
     existing_placement,
@@ -220,6 +221,7 @@ def _plan_program(
     if isinstance(plan, ShardingPlan) and plan.requested_options:
         options = plan.compiler_options.get(machine.target.platform, {})
         machine = replace(machine, target=with_options(machine.target, options))
+    traced = with_loop_collectives(traced, machine.target.chip.memory_bytes)
     problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints, gather, overlap)
     problem.target_given = target is not None
     problem.check_rules_known(strict)

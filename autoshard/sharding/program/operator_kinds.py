@@ -9,7 +9,7 @@ from autoshard.spmdrules.core.rule import POSITIONS
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS
 from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE_OPERATORS
-from autoshard.spmdrules.families.weight_gathers import gather_p
+from autoshard.spmdrules.families.weight_gathers import OUTSIDE_LOOPS
 from autoshard.spmdrules.ir.program import Op
 from autoshard.spmdrules.reference.coverage import runs_on_host
 
@@ -31,7 +31,7 @@ _DECODING = ("convert_element_type", "and", "shift_right_logical", "shift_right_
 INLINED_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
 
 _CONSTRAINED = frozenset(
-    (*CONTRACTIONS, *INDEXED, *NEEDS_GATHERED, *SORTS, *REDUCTIONS, *KERNELS, *LAYER_STACKS, gather_p.name)
+    (*CONTRACTIONS, *INDEXED, *NEEDS_GATHERED, *SORTS, *REDUCTIONS, *KERNELS, *LAYER_STACKS, *OUTSIDE_LOOPS)
 )
 
 

@@ -49,6 +49,7 @@ class FrameEdits:
     Attributes:
         before: position of an equation -> the edits that come before it.
         skipped: positions of equations that are not evaluated.
+        operands: position of an equation, number of an operand -> the key that the equation takes instead.
         exports: keys that the frame returns besides its results.
         imports: keys that the frame takes besides its inputs.
         children: position of an equation -> the changes of the frame within it.
@@ -56,6 +57,7 @@ class FrameEdits:
 
     before: dict[int, list[Edit]] = field(default_factory=dict)
     skipped: set[int] = field(default_factory=set)
+    operands: dict[tuple[int, int], Hashable] = field(default_factory=dict)
     exports: list[Hashable] = field(default_factory=list)
     imports: list[Hashable] = field(default_factory=list)
     children: dict[int, FrameEdits] = field(default_factory=dict)
@@ -92,17 +94,24 @@ def _evaluate(closed: Any, edits: FrameEdits, args: Sequence[Any], around: Mappi
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
-    for position, eqn in enumerate(jaxpr.eqns):
-        for edit in edits.before.get(position, ()):
+    def compute(edits: Sequence[Edit]) -> None:
+        for edit in edits:
             with _compat.source_of(edit.eqn):
                 env.update(zip(edit.writes, edit.compute(*map(scope.__getitem__, edit.reads)), strict=True))
+
+    for position, eqn in enumerate(jaxpr.eqns):
+        compute(edits.before.get(position, ()))
         if position in edits.skipped:
             continue
         with _compat.source_of(eqn):
             inner = edits.children.get(position, _NO_EDITS)
-            operands = [read(atom) for atom in eqn.invars] + [env[key] for key in inner.imports]
+            operands = [
+                env[edits.operands[position, n]] if (position, n) in edits.operands else read(atom)
+                for n, atom in enumerate(eqn.invars)
+            ] + [env[key] for key in inner.imports]
             results = _equation(eqn, inner, operands, scope)
         env.update(zip((*eqn.outvars, *inner.exports), results, strict=True))
+    compute(edits.before.get(len(jaxpr.eqns), ()))
     return [read(atom) for atom in jaxpr.outvars] + [env[key] for key in edits.exports]
 
 

@@ -1,4 +1,4 @@
-"""The gather of weights before a loop, as an operator: the loop then takes the gathered weights."""
+"""Collectives outside of a loop, as operators: gathers of weights before it, and reductions of sums after it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.core.rule_builder import pass_through
 
 gather_p = Primitive("gather_once")
-gather_p.def_impl(lambda x: x)
-gather_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(gather_p, lambda _, x: [x])
+before_loop_p = Primitive("gather_before_loop")
+after_loop_p = Primitive("reduce_after_loop")
+for _primitive in (gather_p, before_loop_p, after_loop_p):
+    _primitive.def_impl(lambda x: x)
+    _primitive.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(_primitive, lambda _, x: [x])
+
+AROUND_LOOPS = frozenset({before_loop_p.name, after_loop_p.name})
+OUTSIDE_LOOPS = AROUND_LOOPS | {gather_p.name}
 
 
 def gather_once(weights: Any) -> Any:
@@ -22,7 +28,7 @@ def gather_once(weights: Any) -> Any:
 
     An operator gathers a weight that is stored in shards where it uses it: in a loop, in every iteration. The result of
     `gather_once` counts as a computed value, not as a stored weight. So it is gathered here, before the loop, and each
-    device holds it until the loop has ended.
+    device holds it until the loop has ended. The stages of a pipeline gather their layers this way.
 
     Args:
         weights: `[...]`, of any type.
@@ -38,8 +44,44 @@ def gather_once(weights: Any) -> Any:
     return gather_p.bind(weights)
 
 
-@rule(gather_p)
-def _gather_rule(weights: Any) -> Rule:
-    """``a b -> a b; linear 0``: each shard has its part of the weights."""
-    build, dims = pass_through(weights.shape)
+def gather_before_loop(weight: Any) -> Any:
+    """Returns a weight as it is, like `gather_once`, for a loop that uses the same weight in every iteration.
+
+    Args:
+        weight: `[...]`, of any type.
+
+    Returns:
+        `[...]`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> gather_before_loop(jnp.arange(3)).tolist()
+        [0, 1, 2]
+    """
+    return before_loop_p.bind(weight)
+
+
+def reduce_after_loop(total: Any) -> Any:
+    """Returns a sum as it is. On a mesh, the devices add their terms here, not in each iteration of the loop before.
+
+    In the loop, the sum has the sharding in which it is computed. The result is stored like other gradients.
+
+    Args:
+        total: `[...]`, of any type: what a loop over time has added up.
+
+    Returns:
+        `[...]`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> reduce_after_loop(jnp.arange(3)).tolist()
+        [0, 1, 2]
+    """
+    return after_loop_p.bind(total)
+
+
+@rule(gather_p, before_loop_p, after_loop_p)
+def _outside_rule(array: Any) -> Rule:
+    """``a b -> a b; linear 0``: each shard has its part of the array."""
+    build, dims = pass_through(array.shape)
     return build.rule([dims], [dims], linear=((0,),))

@@ -118,7 +118,7 @@ def test_a_product_is_constrained_as_computed_before_it_is_resharded(mesh_of, mo
         return OperatorStrategy({"dp": m, "fsdp": n, "tp": k}, ())
 
     monkeypatch.setattr(lowering, "strategy_in_layout", strategy)
-    monkeypatch.setattr(lowering, "result_spec", lambda layout, op, value: (("dp", "fsdp"), ("tp",)))
+    monkeypatch.setattr(lowering, "written_spec", lambda layout, op, value: (("dp", "fsdp"), ("tp",)))
     sharded = auto_shard(lambda x, w: x @ w + 1, mesh=mesh_of(dp=2, fsdp=2, tp=2))
     x, w = whole_numbers(0), whole_numbers(1)
     np.testing.assert_array_equal(sharded(x, w), x @ w + 1)

@@ -135,19 +135,22 @@ def joined_weights(
         sources: each parameter, and each value that comes from one -> the parameter.
     """
     found: dict[Leaves, frozenset[int]] = {}
-
-    def note(value: int, dims: Collection[int]) -> None:
+    left = [
+        (operand, frozenset(range(len(axes.of_value[operand]))) - {*passing})
+        for join in joins.values()
+        for operand, passing in join.operands
+    ]
+    while left:
+        value, dims = left.pop()
         base = origin.get(value, sources[value])
         dims = _same_dims(axes.of_value[value], axes.of_value[base], dims)
-        if base not in joins:
+        if base in joins:
+            left += [
+                (operand, frozenset(d for n in dims if (d := passing[n]) is not None))
+                for operand, passing in joins[base].operands
+            ]
+        else:
             found[axes.of_value[base]] = found.get(axes.of_value[base], frozenset()) | dims
-            return
-        for operand, passing in joins[base].operands:
-            note(operand, {d for n in dims if (d := passing[n]) is not None})
-
-    for join in joins.values():
-        for operand, passing in join.operands:
-            note(operand, {*range(len(axes.of_value[operand]))} - {*passing})
     return JoinedWeights(joins, origin, found)
 
 

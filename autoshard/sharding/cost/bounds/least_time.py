@@ -62,6 +62,11 @@ class LeastTime:
     ):
         self._classes, self._stretches = classes, stretches
         self._runs = [self._runs_of(each.members) for each in classes]
+        # Those of the collectives that reduce results.
+        self._reducing = [
+            runs if each.reduced_at is each.members else self._runs_of(each.reduced_at)
+            for each, runs in zip(classes, self._runs, strict=True)
+        ]
         self._least_once = [least_us(each) for each in classes]
         self._least = [0.0] * (int(stretches.number.max(initial=0)) + 1)
         for once, runs in zip(self._least_once, self._runs, strict=True):
@@ -126,7 +131,7 @@ class LeastTime:
                     once_us, hides = timer(move.kind, axes, move.local_bytes)
                     of_state = self._is_of_state(number, move, is_state)
                     if move.array < 0:
-                        moved.charged.append(_Charge(self._runs[number], once_us, of_state, hides and of_state))
+                        moved.charged.append(_Charge(self._reducing[number], once_us, of_state, hides and of_state))
                         continue
                     for operands in self._classes[number].shared[move.array]:
                         charge = _Charge(self._runs_of_operands(operands), once_us, of_state, hides and of_state)

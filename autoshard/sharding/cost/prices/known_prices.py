@@ -14,6 +14,7 @@ from typing import Any
 from autoshard._caches import drop_older_half
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.axes.weights.loop_sums import is_loop_term
 from autoshard.sharding.cost.constants import MOST_KNOWN_PRICES
 from autoshard.sharding.cost.equivalence_classes import OperatorClass, moves_operands
 from autoshard.sharding.cost.fusion import Fusion
@@ -84,6 +85,7 @@ class KnownPrices:
         key = (
             self.target, op.name, id(op.rule), tuple(op.eqn.params.items()), tuple(types), is_literal,
             tuple(facts.transfer_bytes), tuple([(position.get(v), *rest) for v, *rest in facts.memory]),
+            is_loop_term(self.roles.loop_sums, op),
             None if is_decision_point(op) else (moves_operands(op, axes, self.roles), self._logical_axes(arrays)),
         )  # fmt: skip
         try:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.axes.weights.loop_sums import is_loop_term
 from autoshard.sharding.cost.collectives import merged_reductions
 from autoshard.sharding.cost.constants import ON_CHIP_SHARE
 from autoshard.sharding.cost.equivalence_classes import Facts, OperatorClass, moves_operands
@@ -94,8 +95,9 @@ class OperatorPrices:
         if not known.is_decision_point:
             return Price(self._memory_us(facts, mesh, memory, {}), self.plain_moves(op, mesh, operands, results))
         strategy = strategy_for_specs(
-            op, operands, results, facts.transfer_bytes, mesh, self.target.link_prices, sequence
-        )
+            op, operands, results, facts.transfer_bytes, mesh, self.target.link_prices, sequence,
+            is_loop_term(self.roles.loop_sums, op),
+        )  # fmt: skip
         rule = strategy.rule(op)
         moves = strategy.moves if chip.keeps_reduce_scatters else merged_reductions(strategy.moves)
         if op.name == "gather" and self.target.platform == "tpu":

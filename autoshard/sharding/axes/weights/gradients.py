@@ -1,0 +1,40 @@
+"""Gradients: what a step computes from the batch and what no longer has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.spmdrules.ir.program import Program
+
+
+def gradients_of(program: Program, axes: LogicalAxes, batch: int | None) -> frozenset[int]:
+    """Return the arrays without the batch that are computed from arrays with it.
+
+    These are gradients, and updated moments and parameters. If a loop's carry is such an array after the last
+    iteration, it counts as one before each iteration, too (accumulated gradients).
+    """
+    if batch is None:
+        return frozenset()
+    of_leaves = {leaves: any(batch in dim for dim in leaves) for leaves in set(axes.of_value)}
+    has_batch = [of_leaves[leaves] for leaves in axes.of_value]
+    inputs, found, before = set(program.inputs), set(), -1
+    reached = [*has_batch, False]  # has the batch or is found; the last one is for literals, which have the number -1
+
+    def add(values: Iterable[int]) -> None:
+        for v in values:
+            if not reached[v] and v not in inputs:
+                reached[v] = True
+                found.add(v)
+
+    while len(found) > before:
+        before = len(found)
+        for op in program.ops():
+            if op.rule is not None:
+                if any([reached[v] for v in op.operands]):
+                    add(op.results)
+                continue
+            for tie in op.edges:
+                if tie.outer in found or tie.inner in found:
+                    add((tie.outer, tie.inner))
+    return frozenset(v for v in found if len(program.avals[v].shape) > 0)
