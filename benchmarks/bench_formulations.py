@@ -94,9 +94,16 @@ def audited(audit: Audit) -> dict[str, Any]:
     return {
         "kind": audit.kind,
         "unplanned_share": round(audit.unplanned_bytes / wire, 4) if wire else 0.0,
-        "unplanned": [f"{each.kind} {each.bytes / 2**20:.1f} MiB {each.line}: {each.cause}" for each in listed],
-        "rematerializations": [f"{each.array} {each.line or each.op_name}: {each.cause}" for each in audit.remarks],
+        "unplanned": [f"{each.kind} {each.bytes / 2**20:.1f} MiB {_short(each.line)}: {each.cause}" for each in listed],
+        "rematerializations": [
+            f"{each.array} {_short(each.line) or each.op_name}: {each.cause}" for each in audit.remarks
+        ],
     }
+
+
+def _short(line: str) -> str:
+    """Return a source line with the last two parts of its path."""
+    return "/".join(line.split("/")[-2:])
 
 
 def _made(formulation: Formulation, target: str, words: str | None = None) -> Plan:
