@@ -29,6 +29,7 @@ from typing import Any
 import common  # sets up the path and the devices first
 from corpus_experts import corpus_step, corpus_styles, most_promising
 from corpus_figures import show
+from estimate_report import short_source
 from expert_plans import Style, device_count
 from formulations.corpus import CORPUS
 from formulations.formulation import Formulation
@@ -85,25 +86,22 @@ def run(formulation: Formulation, target: str, few: int, timeout_s: float) -> St
 
 
 def audited(audit: Audit) -> dict[str, Any]:
-    """Return what the compiler added to a plan, each with its cause, and the share of unplanned traffic.
+    """Return the unplanned collectives and the rematerializations of a compiled plan, with their causes.
 
-    An unplanned collective below `LEAST_SHARE` of the traffic counts in the share, but is not listed.
+    The share of unplanned traffic includes collectives below `LEAST_SHARE` of the traffic, which are not listed.
     """
     wire = audit.wire_bytes or 0.0
     listed = [each for each in audit.unplanned if each.bytes > LEAST_SHARE * wire]
     return {
         "kind": audit.kind,
         "unplanned_share": round(audit.unplanned_bytes / wire, 4) if wire else 0.0,
-        "unplanned": [f"{each.kind} {each.bytes / 2**20:.1f} MiB {_short(each.line)}: {each.cause}" for each in listed],
+        "unplanned": [
+            f"{each.kind} {each.bytes / 2**20:.1f} MiB {short_source(each.line)}: {each.cause}" for each in listed
+        ],
         "rematerializations": [
-            f"{each.array} {_short(each.line) or each.op_name}: {each.cause}" for each in audit.remarks
+            f"{each.array} {short_source(each.line) or each.op_name}: {each.cause}" for each in audit.remarks
         ],
     }
-
-
-def _short(line: str) -> str:
-    """Return a source line with the last two parts of its path."""
-    return "/".join(line.split("/")[-2:])
 
 
 def _made(formulation: Formulation, target: str, words: str | None = None) -> Plan:

@@ -61,7 +61,7 @@ def _collectives(estimate: Estimate) -> Table:
         rows.add_row(
             one.kind, one.name, f"{len(one.groups)} x {one.size}", each.over, f"{each.trips:g}",
             f"{one.payload_bytes / 1e6:.4g}", f"{each.trips * one.wire_bytes / 1e6:.4g}",
-            _ms(each.trips * each.seconds), " / ".join(map(_ms, each.exposed.values())), _short(one.source),
+            _ms(each.trips * each.seconds), " / ".join(map(_ms, each.exposed.values())), short_source(one.source),
         )  # fmt: skip
     return rows
 
@@ -73,7 +73,9 @@ def _instructions(estimate: Estimate) -> Table:
     measure = "cycles" if "cycles" in estimate.compute else "roofline"
     for row in estimate.top(SHOWN, measure):
         spent = [row.seconds.get(name, row.exposed.get(name, 0.0)) for name in estimate.compute]
-        rows.add_row(row.name, row.what, f"{row.trips:g}", *map(_ms, spent), row.op_name[-44:], _short(row.source))
+        rows.add_row(
+            row.name, row.what, f"{row.trips:g}", *map(_ms, spent), row.op_name[-44:], short_source(row.source)
+        )
     return rows
 
 
@@ -93,5 +95,6 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g}"
 
 
-def _short(source: str) -> str:
+def short_source(source: str) -> str:
+    """Return a source line with the last two parts of its path."""
     return "/".join(source.split("/")[-2:])

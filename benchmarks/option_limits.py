@@ -40,6 +40,7 @@ from autoshard.errors import AutoshardWarning
 from autoshard.sharding.audit import Audit, missing_compiler, verify_under
 from autoshard.sharding.machines.kernel_rules import VMEM_OPTION
 from autoshard.sharding.machines.options import Options, default_options
+from autoshard.sharding.machines.options.option_table import KEEP_GATHERS
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
@@ -71,7 +72,6 @@ KEPT: Mapping[str, tuple[str, int, int]] = {
 }
 _GATHER = "xla_tpu_enable_sparse_core_collective_offload_{}all_gather"
 DIMENSIONS = ("2d_", "3d_")
-KEEP = "xla_tpu_prefer_async_allgather_to_allreduce"
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def kept(target: str) -> Iterator[Row]:
     words, rows, width = KEPT[target]
     compiled = _layers(target, words, rows, width)
     options = default_options(target.partition(":")[0])
-    base = compiled({name: value for name, value in options.items() if name != KEEP})
+    base = compiled({name: value for name, value in options.items() if name != KEEP_GATHERS})
     yield _row(target, f"layers, {words}", "kept", compiled(options), base)
 
 

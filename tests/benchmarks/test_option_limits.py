@@ -50,8 +50,8 @@ def test_gathers_are_compared_with_those_over_one_dimension(compiled):
 
 def test_kept_gathers_are_compared_with_a_program_without_the_option(compiled):
     (row,) = option_limits.kept("v5p:4x4x4")
-    assert [options.get(option_limits.KEEP) for options in compiled] == [None, "true"]
-    assert compiled[1].items() - compiled[0].items() == {(option_limits.KEEP, "true")}
+    assert [options.get(option_limits.KEEP_GATHERS) for options in compiled] == [None, "true"]
+    assert compiled[1].items() - compiled[0].items() == {(option_limits.KEEP_GATHERS, "true")}
     assert (row.option, row.program) == ("kept", "layers, fsdp:64")
 
 

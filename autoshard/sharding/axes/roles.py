@@ -325,7 +325,8 @@ def _input_roles(
                     codes.update(v for v in owner.get(op.operands[0], ()) if v in state)
             elif owned and (
                 len(owned) <= MAX_FUSED_WEIGHTS
-                or (op.name in TO_STAGES or stacks_weights(op))
+                or op.name in TO_STAGES
+                or stacks_weights(op)
                 or any(owned == owner.get(v) for v in op.operands)  # of a stack of many layers
             ):
                 for v in op.results:

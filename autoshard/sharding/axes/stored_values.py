@@ -26,7 +26,7 @@ def small_layers(axes: LogicalAxes, most_bytes: float) -> list[int]:
 
 
 def is_small_stack(axes: LogicalAxes, value: int, most_bytes: float) -> bool:
-    """Return whether a loop runs over the first dimension of a value, and its slices have at most `most_bytes` each."""
+    """Return whether a loop runs over the first dimension of a value, in slices of at most `most_bytes`."""
     leaves, aval = axes.of_value[value], axes.program.avals[value]
     return bool(leaves) and not axes.stacked.isdisjoint(leaves[0][:1]) and nbytes(aval) <= most_bytes * aval.shape[0]
 

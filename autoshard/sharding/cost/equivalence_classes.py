@@ -79,7 +79,7 @@ def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], distin
 def _classes_of_joins(
     axes: LogicalAxes, roles: Roles, aliases: Mapping[int, int], of_source: Mapping[Any, Any]
 ) -> dict[int | None, int]:
-    """Return a number for each joined weight; two have the same number if every layout shards them alike.
+    """Return a number for each joined weight. Weights that every layout shards alike have the same number.
 
     Args:
         axes: the program's logical axes.

@@ -185,7 +185,7 @@ class _Finder:
             for inner in op.blocks:
                 self.visit(inner)
             if id(op) in self.kernel_ids:
-                if op.name not in AROUND_LOOPS:  # only a collective
+                if op.name not in AROUND_LOOPS:  # these are no kernels
                     self.kernels[id(op)] = self.make_kernel(op)
             elif op.rule is not None and op.name not in _SLICES and id(op) not in self.chain_end_ids:
                 stores += [op] if any(v in self.memory for v in op.results) else []

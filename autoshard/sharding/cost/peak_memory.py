@@ -282,7 +282,7 @@ class MemoryModel:
             rows = shape[-1] // layout.shard_count(spec[-1])
             local[values] = self.whole[values] / layout.shard_count(axes_of(spec)) * row_padding(rows)
         for v, source in self.gathered_inputs.items():
-            if layout.stored_spec(source) == layout.spec(v):  # it is the input itself
+            if layout.stored_spec(source) == layout.spec(v):  # nothing is gathered
                 local[v] = 0.0
         return local
 

@@ -58,10 +58,10 @@ def filled_tile_fraction(
 
 
 def is_vector_product(rule: Rule) -> bool:
-    """Say whether a contraction is a product with vectors: an operand has no rows or columns, or nothing is contracted.
+    """Say whether a contraction is a product with vectors: it has no rows, no columns, or no contracted dimension.
 
-    XLA compiles it as elementwise products and sums, which do not use the matrix unit (libtpu 0.0.42.1, v5e and v6e:
-    `bk,bkn->bn`, `bk,bk->b`, `bm,bn->bmn`). With two rows for each entry of the batch, it uses the matrix unit.
+    XLA compiles such contractions as elementwise products and sums, without the matrix unit. Examples are
+    `bk,bkn->bn`, `bk,bk->b` and `bm,bn->bmn` (libtpu 0.0.42.1, v5e and v6e). Two rows are enough for the matrix unit.
     """
     return any(all(_size(rule, f) == 1 for f in side) for side in _sides(rule))
 
@@ -140,7 +140,7 @@ def row_major_values(program: Program) -> frozenset[int]:
 
 
 def _keeps_rows(op: Op) -> bool:
-    """Whether the rows of a result, along its last dimension, are those of its operand."""
+    """Whether an operator keeps the last dimension of its operand in place."""
     if op.name == "transpose":
         return op.eqn.params["permutation"][-1] == len(op.eqn.params["permutation"]) - 1
     return op.name in _COPIES

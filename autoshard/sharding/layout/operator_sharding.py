@@ -175,8 +175,9 @@ def strategy_in_layout(layout: Layout, op: Op, prices: LinkPrices) -> OperatorSt
     """The strategy of a decision point under a layout; `prices`: see `choose_strategy`."""
     operands = [operand_spec(layout, v) if v >= 0 else () for v in op.operands]
     results, moved = [result_spec(layout, op, v) for v in op.results], transfer_bytes(layout.axes, op)
-    own = op, operands, results, moved, layout.mesh, prices, layout.sequence
-    return strategy_for_specs(*own, is_loop_term(layout.roles.loop_sums, op))
+    return strategy_for_specs(
+        op, operands, results, moved, layout.mesh, prices, layout.sequence, is_loop_term(layout.roles.loop_sums, op)
+    )
 
 
 def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) -> dict[int, Spec]:
@@ -312,7 +313,7 @@ def runs_on_shards(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) 
     """Whether an operator runs on shards by its rule, because XLA's partitioner has a known fault with it.
 
     The partitioner computes some strategies wrongly, aborts on some, and gathers operands that the rule leaves sharded.
-    It adds up the terms of a scatter over one mesh axis after the other. Operators on the stages of a pipeline always
+    It reduces the result of a scatter over one mesh axis after the other. Operators on the stages of a pipeline always
     run on shards.
     """
     if op.name in STAGE_OPERATORS:

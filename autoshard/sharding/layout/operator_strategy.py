@@ -231,10 +231,10 @@ def _joined(
     chosen: dict[str, str | None],
     moves: list[Move],
 ) -> list[Move]:
-    """Let mesh axes that shard nothing shard the factor of a later axis, if that is cheaper, and return the moves.
+    """Let each mesh axis that shards no factor shard the factor of a later axis, if that is cheaper.
 
-    One reduction over two mesh axes costs little more than one over the larger of them, which the choice for the first
-    of the axes does not know.
+    One reduction over two mesh axes costs little more than one over the larger axis. The choice for the first axis does
+    not know what the second one will shard.
 
     Args:
         rule: the operator's rule.
@@ -243,8 +243,11 @@ def _joined(
         mesh: mesh axis -> size.
         prices: what bytes cost on the links of the machine.
         free: mesh axis -> the factors that it shards in an array, in the order of the choices.
-        chosen: mesh axis -> the chosen factor, which is changed.
+        chosen: mesh axis -> the chosen factor. This is updated.
         moves: the moves of this choice.
+
+    Returns:
+        The moves of the updated choice.
     """
     order = [*free]
     for number, axis in enumerate(order):

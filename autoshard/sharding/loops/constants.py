@@ -1,6 +1,6 @@
 """Heuristic bounds of collectives that are moved out of loops. None was fitted to a model."""
 
-# Largest share of a device's memory that whole weights and gradients of loops may take (`loop_collectives`). Source:
-# chosen, not measured. It is small beside the state and the activations, which decide whether a plan fits; a recurrent
-# weight is used hundreds of times in a step, so that its gathers in each iteration cost far more than this memory.
+# Weights are gathered before a loop only if the gathered weights and the gradients of the loop take at most this share
+# of a device's memory (`loop_collectives`). Source: chosen, not measured. State and activations take far more memory,
+# and a loop over time would gather each weight hundreds of times in a step.
 WHOLE_WEIGHTS_SHARE = 1 / 8

@@ -6,12 +6,12 @@ operator gathers a weight where it uses it, so in every iteration, and a gradien
 iteration. Two operators in the traced program change this:
 
     gather_before_loop  the weight is gathered once, and used whole in the body
-    reduce_after_loop   in the body, the gradient has the sharding in which it is computed. XLA moves the reduction of
-                        such a sum behind the loop (its code motion of all-reduces in while loops)
+    reduce_after_loop   in the body, the gradient has the sharding in which it is computed. XLA then reduces it once,
+                        after the loop (its code motion of all-reduces in while loops)
 
-The devices then hold these weights and gradients whole while the loop runs. Loops in one jaxpr share gathered weights,
-because XLA merges equal gathers: a weight stays whole from the forward to the backward loop. So a loop is changed only
-if these weights and its gradients take at most `WHOLE_WEIGHTS_SHARE` of a device's memory.
+Each device then holds these weights and gradients whole while the loop runs. The forward and the backward loop share a
+gathered weight, because XLA merges equal gathers. So a loop is changed only if all whole weights, and the gradients of
+the loop, take at most `WHOLE_WEIGHTS_SHARE` of a device's memory.
 
 A loop over microbatches has no rows of the batch in its carry. All weights are the same in each of its iterations, and
 it is not changed.
@@ -40,7 +40,7 @@ _FRAMES = ("scan", "remat2")  # operators in whose bodies the program can be cha
 
 
 def with_loop_collectives(traced: Traced, memory_bytes: float) -> Traced:
-    """Return a traced step whose loops over time take gathered weights and reduce gradients once.
+    """Return a traced step whose loops over time gather each weight once, and reduce each gradient once.
 
     A pipeline stays as it is: its loop over the ticks has gathers of its own (`gather_once`).
 
@@ -63,7 +63,7 @@ def _with_program(traced: Traced, closed: Any) -> Traced:
 
 
 def _may_change(program: Program) -> bool:
-    """Whether a scan has a constant that comes from an input of the program, or adds up products."""
+    """Whether a scan has a constant that equals an input of the program, or a sum of products in its carry."""
     if any(op.name in OUTSIDE_LOOPS for op in program.ops()):
         return False
     scans = [op for op in program.ops() if _is_loop(op)]
@@ -72,7 +72,7 @@ def _may_change(program: Program) -> bool:
 
 
 def _is_loop(op: Op) -> bool:
-    """Whether an operator is a loop that carries more than sums. One over microbatches carries sums of gradients."""
+    """Whether an operator is a loop whose carry has more than sums. A loop over microbatches carries only sums."""
     if op.name != "scan" or op.eqn.params["length"] < 2:
         return False
     consts, count = _compat.scan_arity(op.eqn.params)
@@ -130,11 +130,11 @@ def _loops(block: Block, path: tuple[int, ...] = ()) -> Iterator[_Loop]:
 @shown
 @dataclass(eq=False)
 class _Changes:
-    """What was changed so far.
+    """The changes of a step.
 
     Attributes:
         analysis: the analysis of the step.
-        sources: weights -> the parameters that they equal.
+        sources: each weight -> its parameter.
         most_bytes: the most bytes of whole weights and of the gradients of one loop.
         whole: the gathered weights, in their frames -> their bytes.
         inside: the paths of changed loops' bodies -> the values in them that are gathered before the loop.
@@ -149,7 +149,7 @@ class _Changes:
     changed: bool = False
 
     def add(self, loop: _Loop, edits: FrameEdits) -> None:
-        """Change one loop, if its whole weights and gradients are small."""
+        """Change one loop, if the whole weights and its gradients take at most `most_bytes`."""
         avals, eqn = self.analysis.axes.program.avals, loop.op.eqn
         gathered = {v for n in range(len(loop.path) + 1) for v in self.inside.get(loop.path[:n], ())}
         weights = {n: uses for n, uses in _weights(loop.op, self.sources).items()
@@ -174,14 +174,14 @@ class _Changes:
         self.changed |= bool(weights or sums)
 
     def _is_gradient(self, each: LoopSum) -> bool:
-        """Whether all terms of a sum are sums over the batch, and the sum is one of arrays."""
+        """Whether a sum is an array, and all of its terms are sums over the batch."""
         axes, roles = self.analysis.axes, self.analysis.roles
         of_batch = (is_gradient(axes, roles, op, op.results[0]) for op in each.terms)
         return bool(axes.of_value[each.result]) and all(of_batch)
 
 
 def _starts_at_zero(loop: _Loop, each: LoopSum) -> bool:
-    """Whether a sum starts as an array of one literal number, as the gradients of a loop do."""
+    """Whether the initial value of a sum is a literal number in every element, as for the gradients of a loop."""
     consts, _ = _compat.scan_arity(loop.op.eqn.params)
     start = loop.op.operands[consts + each.position]
     made = next((op for op in loop.block.ops if start in op.results), None)
@@ -189,7 +189,10 @@ def _starts_at_zero(loop: _Loop, each: LoopSum) -> bool:
 
 
 def _sources(program: Program) -> dict[int, int]:
-    """Return each value that equals an input, or an iteration's slice of it, in another type or order -> that input."""
+    """Return the input that each value comes from: value -> input.
+
+    The value equals the input, or one iteration's slice of it, up to its type, order and shape.
+    """
     sources = {v: v for v in program.inputs}
 
     def visit(block: Block) -> None:
@@ -209,16 +212,16 @@ def _sources(program: Program) -> dict[int, int]:
 
 
 def _rearranges(op: Op) -> bool:
-    """Whether the result of an operator has the elements of its operand, each once."""
+    """Whether an operator changes at most the type, the order or the shape of its operand."""
     if op.name == "broadcast_in_dim":
         return op.eqn.invars[0].aval.size == op.eqn.outvars[0].aval.size
     return op.name in REARRANGING
 
 
 def _weights(scan: Op, sources: Mapping[int, int]) -> dict[int, set[int]]:
-    """Return the constants of a scan that are weights, by number -> all values in its body that equal them.
+    """Return the weights among the constants of a scan: number of the constant -> the values in the body that equal it.
 
-    A stack of which the body takes slices is no such weight, and neither is a table in which it looks up rows.
+    Stacks that the body slices do not count, and neither do tables in which it looks up rows.
     """
     consts, _ = _compat.scan_arity(scan.eqn.params)
     found = {}
@@ -231,9 +234,13 @@ def _weights(scan: Op, sources: Mapping[int, int]) -> dict[int, set[int]]:
 
 
 def _is_used_whole(block: Block, equal: set[int]) -> bool:
-    """Whether a block takes no parts of values. Adds those that equal them in another type or order.
+    """Whether no operator of a block takes only a part of a value.
 
     A declared operator may take a part, such as a layer of a stack.
+
+    Args:
+        block: the block.
+        equal: the value, and those that equal it up to type, order and shape. Further ones are added.
     """
     for op in inlined(block):
         taken = [n for n, v in enumerate(op.operands) if v in equal]

@@ -281,8 +281,8 @@ class Lowering:
         """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.
 
         A cast keeps the stored sharding, and so do joined weights and chunks over which a loop runs. What was gathered
-        before its loop stays gathered. A sum that is reduced after its loop keeps its computed sharding, else XLA
-        reduces it in the loop. Others have no constraint, so that XLA gathers each once.
+        before its loop stays gathered. A sum that is reduced after its loop keeps its computed sharding; otherwise XLA
+        would reduce it in the loop. Other values have no constraint, so that XLA gathers each of them once.
         """
         if (layout := self.layout).roles.loop_sums and op.results and op.results[0] in layout.roles.loop_sums:
             return [self.constrain(results[0], layout.spec(op.results[0]))]
@@ -382,7 +382,7 @@ class Lowering:
     def loop(self, op: Op, args: list[Any]) -> list[Any]:
         """Return the results of a while loop with a rewritten condition and body.
 
-        The primitive is bound: under `vmap` a condition has one truth value per row, which `lax.while_loop` refuses.
+        This binds the primitive, because `lax.while_loop` refuses conditions under `vmap`: one truth value per row.
         """
         params = op.eqn.params
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]

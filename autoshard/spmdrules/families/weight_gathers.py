@@ -1,4 +1,7 @@
-"""Collectives outside of a loop, as operators: gathers of weights before it, and reductions of sums after it."""
+"""Operators that mark where collectives run outside of a loop. They return their operand.
+
+A weight is gathered before the loop, and a sum is reduced after it.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +65,9 @@ def gather_before_loop(weight: Any) -> Any:
 
 
 def reduce_after_loop(total: Any) -> Any:
-    """Returns a sum as it is. On a mesh, the devices add their terms here, not in each iteration of the loop before.
+    """Returns a sum as it is. On a mesh, it is reduced over the devices here, and not in each iteration of its loop.
 
-    In the loop, the sum has the sharding in which it is computed. The result is stored like other gradients.
+    In the loop, the sum has the sharding in which it is computed. The result has that of a stored gradient.
 
     Args:
         total: `[...]`, of any type: what a loop over time has added up.

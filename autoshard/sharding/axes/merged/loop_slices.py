@@ -1,4 +1,4 @@
-"""The parts of an array that loops compute: slices of a stack, and chunks of a dimension."""
+"""The parts of an array that the iterations of a loop compute: slices of a stack, or chunks of a dimension."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Leading = Callable[[tuple[int, ...], int, tuple[str, ...]], tuple[str, ...]]
 
 
 def loop_slices(leaves: Leaves, spec: Spec, stacked: Collection[int], leading: Leading) -> list[tuple[Leaves, Spec]]:
-    """Return the logical axes and specs of an array, and of the parts of it that loops compute.
+    """Return the logical axes and specs of an array, and of its parts that the iterations of a loop compute.
 
     Args:
         leaves: its logical axes.
@@ -34,7 +34,10 @@ def loop_slices(leaves: Leaves, spec: Spec, stacked: Collection[int], leading: L
 
 
 def _chunks(leaves: Leaves, spec: Spec, stacked: Collection[int], leading: Leading) -> list[tuple[Leaves, Spec]]:
-    """Return the logical axes and specs of a chunk, and of all chunks, if a loop runs over chunks of a dimension."""
+    """Return the logical axes and specs of one chunk and of the stack of chunks, for each dimension in chunks.
+
+    A dimension is in chunks if a loop runs over its second logical axis.
+    """
     found: list[tuple[Leaves, Spec]] = []
     for d, dim in enumerate(leaves):
         if len(dim) == 2 and dim[1] in stacked and dim[0] not in stacked:

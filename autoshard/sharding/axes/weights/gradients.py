@@ -1,4 +1,4 @@
-"""Gradients: what a step computes from the batch and what no longer has it."""
+"""Gradients: values without the batch that are computed from values with it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from autoshard.spmdrules.ir.program import Program
 
 
 def gradients_of(program: Program, axes: LogicalAxes, batch: int | None) -> frozenset[int]:
-    """Return the arrays without the batch that are computed from arrays with it.
+    """Return the gradients, and the updated moments and parameters.
 
-    These are gradients, and updated moments and parameters. If a loop's carry is such an array after the last
-    iteration, it counts as one before each iteration, too (accumulated gradients).
+    These are the arrays without the batch that depend on an array with the batch. If a carry is such an array after a
+    loop, as accumulated gradients are, it counts as one at the start of each iteration, too.
     """
     if batch is None:
         return frozenset()

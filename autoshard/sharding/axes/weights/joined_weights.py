@@ -2,10 +2,10 @@
 
     jnp.concatenate([p["q"], p["k"], p["v"]], 1)      jnp.stack([layer["w"] for layer in p])      p["qkv"][:, :embed]
 
-A dimension passes if it has the same elements before and after, as the rows do in the first and the last example. If
-parameters are stored along a dimension that passes, each device joins its shards, and the result is gathered where it
-is used. The gradient of the result is reduced to its shards, and split or joined there. So parameters are stored along
-such a dimension if there is one of a divisible size. If there is none, they are gathered first and then joined.
+A dimension passes if the operator does not change it, like the rows in the first and the last example. If parameters
+are sharded along a dimension that passes, each device joins its shards, and the result is gathered where it is used.
+The gradient of the result is reduced to shards, and each device splits or joins those. So parameters are sharded along
+a dimension that passes, if one has a divisible size. If none has, they are gathered before they are joined.
 """
 
 from __future__ import annotations
@@ -109,14 +109,14 @@ def join_of(op: Op, result: int, sources: Collection[int]) -> Join | None:
 
 
 def stacks_weights(op: Op) -> bool:
-    """Whether an operator stacks arrays of at least one dimension, such as the layers of a loop."""
+    """Whether an operator stacks arrays along a new dimension, as for a loop over layers. Scalars do not count."""
     if op.name not in ("concatenate", "stack") or len(op.eqn.outvars[0].aval.shape) < 2:
         return False
     return op.name == "stack" or all(v.aval.shape[op.eqn.params["dimension"]] == 1 for v in op.eqn.invars)
 
 
 def _passing(before: Dims, after: Dims, op: Op) -> tuple[int | None, ...]:
-    """For each dimension of the result, the dimension of the operand that has the same elements; None for others."""
+    """Return, for each dimension of the result, the dimension of the operand that passes to it, or None."""
     assert op.rule is not None
     whole = {f.name for f in op.rule.factors if not f.shardable}
     passing = {dim: d for d, dim in enumerate(before) if dim and whole.isdisjoint(dim)}
@@ -126,7 +126,7 @@ def _passing(before: Dims, after: Dims, op: Op) -> tuple[int | None, ...]:
 def joined_weights(
     axes: LogicalAxes, joins: Mapping[int, Join], origin: Mapping[int, int], sources: Mapping[int, int]
 ) -> JoinedWeights:
-    """Return the joined weights of a program, with the dimensions of parameters that do not pass.
+    """Return the joined weights of a program, and the dimensions of parameters that do not pass.
 
     Args:
         axes: the program's logical axes.
@@ -155,7 +155,7 @@ def joined_weights(
 
 
 def _same_dims(own: Leaves, whole: Leaves, dims: Collection[int]) -> frozenset[int]:
-    """Return the dimensions of a parameter that have logical axes of these dimensions of a value computed from it.
+    """Return the dimensions of a parameter that correspond to dimensions of a value computed from it.
 
     >>> _same_dims(((2,), (1,)), ((1,), (2,)), {0}), _same_dims(((1,), (1,)), ((3,), (1,), (1,)), {0})
     (frozenset({1}), frozenset({1}))
@@ -167,7 +167,7 @@ def _same_dims(own: Leaves, whole: Leaves, dims: Collection[int]) -> frozenset[i
 
 
 def _common(parts: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The first mesh axes that all of these have in common.
+    """Return the longest common prefix of tuples of mesh axes.
 
     >>> _common([("dp", "fsdp"), ("dp", "tp")])
     ('dp',)

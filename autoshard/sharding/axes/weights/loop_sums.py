@@ -1,9 +1,9 @@
-"""Sums over the iterations of a loop: values of its carry to which each iteration adds terms.
+"""Sums over the iterations of a loop: a value of the carry to which each iteration adds terms.
 
     carry' = carry + product of this iteration
 
-The gradient of a weight that a loop uses in every iteration is such a sum. If its terms are summed over devices, too,
-XLA can do that once after the loop.
+The gradient of a weight that a loop uses in every iteration is such a sum. If each device has partial terms, XLA can
+reduce the sum over the devices once, after the loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoshard.spmdrules.families.weight_gathers import after_loop_p
 from autoshard.spmdrules.ir.program import Op, Program, inlined
 
 ADDITIONS = ("add", "add_any")
-# Operators whose result has the elements of their operand in another type or order.
+# Operators that change at most the type, the order or the shape of their operand.
 REARRANGING = ("convert_element_type", "transpose", "reshape", "squeeze")
 _TERMS = (*CONTRACTIONS, "reduce_sum")
 
@@ -45,7 +45,7 @@ class LoopSum:
 def loop_sums(scan: Op) -> list[LoopSum]:
     """Find the sums of a scan, in the order of its carry.
 
-    A term is a product, or a sum over a dimension, and nothing but the sum takes it.
+    A term is a contraction, or a sum over a dimension. Only the sum uses it.
 
     Args:
         scan: the operator.

@@ -40,7 +40,7 @@ Its arguments are the kind, the mesh axes, and the bytes of one device's operand
 Total = Callable[[Sequence[float], Sequence[float], float, float], float]
 """Returns a bound. Its arguments are `kernels_us` and `hideable_us / r` of each stretch, and `exposed_us` in two parts.
 
-The parts are the collectives of activations, and the collectives of parameters and gradients."""
+The two parts are the time of the collectives of activations, and that of parameters and gradients."""
 Runs = tuple[tuple[int, float], ...]
 """The stretches in which some operators run, each with the number of their runs in a step."""
 
@@ -62,7 +62,7 @@ class LeastTime:
     ):
         self._classes, self._stretches = classes, stretches
         self._runs = [self._runs_of(each.members) for each in classes]
-        # Those of the collectives that reduce results.
+        # The runs of the collectives that reduce the results of each class.
         self._reducing = [
             runs if each.reduced_at is each.members else self._runs_of(each.reduced_at)
             for each, runs in zip(classes, self._runs, strict=True)

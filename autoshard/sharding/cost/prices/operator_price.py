@@ -150,6 +150,7 @@ class OperatorPrices:
         chip, is_product = self.target.chip, op.name in CONTRACTIONS
         flops_by_type = matmul_flops(op, self.target.platform)
         rule = op.rule if is_product and chip.tile > 1 else None
+        # GPUs have no figure for their vector units, so that only the bytes of such a product count there.
         on_vectors = rule is not None and (is_depthwise if op.name == CONVOLUTION else is_vector_product)(rule)
         busy_s = sum(
             flops / ((chip.vector_ops or math.inf) if on_vectors else chip.reached(size, integer=integer))

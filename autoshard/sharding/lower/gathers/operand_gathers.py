@@ -1,6 +1,6 @@
-"""Stored operands that are gathered before an operator that is no decision point, such as an elementwise one.
+"""Parameters that are gathered before an operator that is not a decision point, such as an elementwise one.
 
-XLA gathers other operands of such operators where it needs them.
+XLA gathers other parameters of such operators by itself.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from autoshard.spmdrules.ir.program import Op
 
 
 def gathered_operands(layout: Layout, op: Op) -> dict[int, Spec]:
-    """Return the numbers of these operands, and the shardings in which they are used.
+    """Return the operands that are gathered before an operator: number of the operand -> its sharding afterwards.
 
-    They are scales from which a weight is decoded (`weights.decoded_weights`), parameters that are stored along a
-    dimension in which they are joined (`weights.joined_weights`), and parameters whose elements are repeated, such as
-    the scales of a norm, where no dimension of the result is sharded over the mesh axes that store them. There XLA
-    could as well shard the result like the parameter, and all that is computed from it.
+    There are three kinds:
+
+        scales       of a weight that is decoded (`weights.decoded_weights`)
+        parameters   that are joined along a dimension in which they are sharded (`weights.joined_weights`)
+        broadcasts   such as the scale of a norm, if the result is not sharded over the mesh axes that shard the
+                     parameter. Otherwise XLA may shard the result, and all that is computed from it, like the parameter
     """
     if (joined := layout.roles.joined.join_of(op)) is not None:
         result, join = joined

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoshard.sharding.machines.options.option_table import Options
+from autoshard.sharding.machines.options.option_table import KEEP_GATHERS, SPARSE_CORE_OFFLOAD, Options
 
-_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
-_REDUCTIONS: Mapping[str, str] = {"reduce-scatter": f"{_OFFLOAD}reduce_scatter", "all-reduce": f"{_OFFLOAD}all_reduce"}
-_KEEP = "xla_tpu_prefer_async_allgather_to_allreduce"
+_REDUCTIONS: Mapping[str, str] = {
+    "reduce-scatter": f"{SPARSE_CORE_OFFLOAD}reduce_scatter",
+    "all-reduce": f"{SPARSE_CORE_OFFLOAD}all_reduce",
+}
 _KEEPING: Mapping[str, tuple[str, ...]] = {
-    "v5e": (_KEEP,),
-    **dict.fromkeys(("v5p", "v6e", "tpu7x"), (f"{_OFFLOAD}all_gather", _KEEP)),
+    "v5e": (KEEP_GATHERS,),
+    **dict.fromkeys(("v5p", "v6e", "tpu7x"), (f"{SPARSE_CORE_OFFLOAD}all_gather", KEEP_GATHERS)),
 }
 """Chip -> the options that keep gathers as they are. Source: see above."""
 _GATHERING = ("v5e", "v5p", "v6e", "tpu7x")

@@ -75,7 +75,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from autoshard._shown import shown
-from autoshard.sharding.machines.options.option_table import Options
+from autoshard.sharding.machines.options.option_table import KEEP_GATHERS, SPARSE_CORE_OFFLOAD, Options
 
 GPU_CHIPS = ("a100-40", "a100-80", "h100", "h200", "b200", "gb200")
 # A value that stands for the bytes of one layer's weights, which differ by program.
@@ -130,10 +130,8 @@ class OptionSet:
     numerics: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
-_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
 _FUSION = "xla_tpu_enable_async_collective_fusion"
-_KEEP_GATHERS = "xla_tpu_prefer_async_allgather_to_allreduce"
-_REDUCTIONS = tuple(f"{_OFFLOAD}{kind}" for kind in ("reduce_scatter", "all_reduce", "nd_reduce_scatter"))
+_REDUCTIONS = tuple(f"{SPARSE_CORE_OFFLOAD}{kind}" for kind in ("reduce_scatter", "all_reduce", "nd_reduce_scatter"))
 _GATHER_FUSION: Options = {
     _FUSION: "true",
     f"{_FUSION}_fuse_all_gather": "true",
@@ -177,14 +175,14 @@ _ALL = (
         "all-gathers run on the SparseCores, in parallel with products",
         {
             "v5p": {
-                **{f"{_OFFLOAD}{kind}": "true" for kind in ("all_gather", "2d_all_gather", "3d_all_gather")},
-                _KEEP_GATHERS: "true",
+                **{f"{SPARSE_CORE_OFFLOAD}{kind}": "true" for kind in ("all_gather", "2d_all_gather", "3d_all_gather")},
+                KEEP_GATHERS: "true",
             },
             "v6e": {
-                **{f"{_OFFLOAD}{kind}": "true" for kind in ("all_gather", "2d_all_gather")},
-                _KEEP_GATHERS: "true",
+                **{f"{SPARSE_CORE_OFFLOAD}{kind}": "true" for kind in ("all_gather", "2d_all_gather")},
+                KEEP_GATHERS: "true",
             },
-            "tpu7x": {f"{_OFFLOAD}all_gather": "true", _KEEP_GATHERS: "true"},
+            "tpu7x": {f"{SPARSE_CORE_OFFLOAD}all_gather": "true", KEEP_GATHERS: "true"},
         },
         "programs with all-gathers",
         _gathers,
@@ -194,7 +192,7 @@ _ALL = (
     OptionSet(
         "kept-gathers",
         "no all-gather becomes an all-reduce of shards padded with zeros",
-        {"v5e": {_KEEP_GATHERS: "true"}},
+        {"v5e": {KEEP_GATHERS: "true"}},
         "programs with all-gathers over two torus dimensions",
         _gathers,
         default=("v5e",),
@@ -247,14 +245,14 @@ _ALL = (
         "all-gathers over two and three torus dimensions run on the SparseCores, too",
         {
             "tpu7x": {
-                f"{_OFFLOAD}all_gather": "true",
-                f"{_OFFLOAD}2d_all_gather": "true",
-                f"{_OFFLOAD}3d_all_gather": "true",
+                f"{SPARSE_CORE_OFFLOAD}all_gather": "true",
+                f"{SPARSE_CORE_OFFLOAD}2d_all_gather": "true",
+                f"{SPARSE_CORE_OFFLOAD}3d_all_gather": "true",
                 "xla_tpu_use_tc_device_shape_on_sc": "true",
                 "xla_sc_disable_megacore_partitioning": "true",
                 "xla_tpu_use_single_sparse_core_for_all_gather_offload": "true",
                 "xla_enable_async_all_gather": "true",
-                _KEEP_GATHERS: "true",
+                KEEP_GATHERS: "true",
             }
         },
         "programs with all-gathers over at least two torus dimensions",
@@ -314,7 +312,9 @@ _ALL = (
     OptionSet(
         "sparse-core-reductions",
         "reduce-scatters and all-reduces run on the SparseCores, in parallel with products",
-        dict.fromkeys(_SPARSE_CORES, {f"{_OFFLOAD}reduce_scatter": "true", f"{_OFFLOAD}all_reduce": "true"}),
+        dict.fromkeys(
+            _SPARSE_CORES, {f"{SPARSE_CORE_OFFLOAD}reduce_scatter": "true", f"{SPARSE_CORE_OFFLOAD}all_reduce": "true"}
+        ),
         "programs with reduce-scatters or all-reduces",
         _reduces,
         excludes=("no-sparse-core-reductions",),

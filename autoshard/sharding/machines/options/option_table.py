@@ -57,10 +57,13 @@ class Option:
     excludes: tuple[str, ...] = ()
 
 
-_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
+SPARSE_CORE_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
+"""The beginning of the options that run collectives on the SparseCores."""
+KEEP_GATHERS = "xla_tpu_prefer_async_allgather_to_allreduce"
+"""The option that keeps all-gathers over several dimensions of a torus."""
 _FUSION = "xla_tpu_enable_async_collective_fusion"
 _FUSE_GATHERS = f"{_FUSION}_fuse_all_gather"
-_GATHER_OFFLOADS = tuple(f"{_OFFLOAD}{kind}" for kind in ("all_gather", "2d_all_gather", "3d_all_gather"))
+_GATHER_OFFLOADS = tuple(f"{SPARSE_CORE_OFFLOAD}{kind}" for kind in ("all_gather", "2d_all_gather", "3d_all_gather"))
 _LAYERS = "xla_tpu_enable_latency_hiding_layer_scheduler"
 _AGGREGATOR = "xla_tpu_enable_sparse_core_collective_aggregator"
 
@@ -74,32 +77,32 @@ _ALL = (
     ),
     # Collectives on the SparseCores.
     Option(
-        f"{_OFFLOAD}all_gather",
+        f"{SPARSE_CORE_OFFLOAD}all_gather",
         "all-gathers over one torus dimension run on the SparseCores, in parallel with products",
         "maxtext, recipes, axlearn",
         excludes=(_FUSE_GATHERS,),
     ),
     Option(
-        f"{_OFFLOAD}2d_all_gather",
+        f"{SPARSE_CORE_OFFLOAD}2d_all_gather",
         "the same for all-gathers over two torus dimensions",
         "recipes, axlearn",
         excludes=(_FUSE_GATHERS,),
     ),
     Option(
-        f"{_OFFLOAD}3d_all_gather",
+        f"{SPARSE_CORE_OFFLOAD}3d_all_gather",
         "the same for all-gathers over three torus dimensions",
         "recipes, axlearn",
         excludes=(_FUSE_GATHERS,),
     ),
     Option(
-        f"{_OFFLOAD}reduce_scatter",
+        f"{SPARSE_CORE_OFFLOAD}reduce_scatter",
         "reduce-scatters run on the SparseCores, in parallel with products",
         "recipes",
         _ABNORMAL,
     ),
-    Option(f"{_OFFLOAD}all_reduce", "all-reduces run on the SparseCores", "maxtext, recipes", _ABNORMAL),
+    Option(f"{SPARSE_CORE_OFFLOAD}all_reduce", "all-reduces run on the SparseCores", "maxtext, recipes", _ABNORMAL),
     Option(
-        f"{_OFFLOAD}nd_reduce_scatter",
+        f"{SPARSE_CORE_OFFLOAD}nd_reduce_scatter",
         "reduce-scatters over several torus dimensions run on the SparseCores",
         "recipes",
         _ABNORMAL,
@@ -130,7 +133,7 @@ _ALL = (
         "recipes, axlearn",
     ),
     Option(
-        "xla_tpu_prefer_async_allgather_to_allreduce",
+        KEEP_GATHERS,
         "a gather over several torus dimensions stays an all-gather, which is asynchronous, and does not become an "
         "all-reduce of zero-padded shards",
         "recipes, axlearn",
@@ -154,7 +157,7 @@ _ALL = (
         "maxtext",
         _NAN,
         needs={_FUSION: "true"},
-        excludes=(f"{_OFFLOAD}all_reduce",),
+        excludes=(f"{SPARSE_CORE_OFFLOAD}all_reduce",),
     ),
     Option(
         f"{_FUSION}_multiple_steps",
