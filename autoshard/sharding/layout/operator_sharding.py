@@ -313,13 +313,10 @@ def runs_on_shards(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) 
     """Whether an operator runs on shards by its rule, because XLA's partitioner has a known fault with it.
 
     The partitioner computes some strategies wrongly, aborts on some, and gathers operands that the rule leaves sharded.
-    It reduces the result of a scatter over one mesh axis after the other. Operators on the stages of a pipeline always
-    run on shards.
+    Operators on the stages of a pipeline always run on shards.
     """
     if op.name in STAGE_OPERATORS:
         return bool(sharded_factors(strategy, mesh))
-    if op.name == "scatter-add" and any(m.kind == "all-reduce" and len(m.axes) > 1 for m in strategy.moves):
-        return True
     return _has_known_fault(op, list(sharded_factors(strategy, mesh).values()), mesh)
 
 

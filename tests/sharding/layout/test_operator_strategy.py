@@ -181,6 +181,25 @@ def test_one_reduction_over_two_mesh_axes_is_cheaper_than_a_gather_over_one():
     assert [(m.kind, m.axes, m.wire_bytes) for m in plan.moves] == [("all-reduce", ("a", "b"), 2 * 15 / 16 * 1600)]
 
 
+@pytest.mark.parametrize(("size", "joined"), [(64, "b"), (24, None)])
+def test_mesh_axes_join_a_reduction_only_if_they_divide_its_factor(size, joined):
+    """Eight devices divide 24 rows, and 16 do not."""
+    rule = Rule.parse(f"b m, b n -> m n; reduce b; where b={size} m=64 n=64")
+    mesh = {"a": 2, "b": 8}
+    operands = OperandSpecs(rule.operands, [1600, 4800], [(("a",), ()), (("b",), ())], rule, mesh)
+    results = OperandSpecs(rule.results, [1600], [WHOLE], rule, mesh)
+    assert choose_strategy(rule, operands, results, mesh, 0, LinkPrices(1.0)).factors == {"a": joined, "b": "b"}
+
+
+def test_forced_mesh_axes_join_no_reduction():
+    rule = Rule.parse("b m, b n -> m n; reduce b; where b=64 m=64 n=64")
+    mesh = {"a": 2, "b": 8}
+    operands = OperandSpecs(rule.operands, [4800, 4800], [(("a", "b"), ())] * 2, rule, mesh)
+    results = OperandSpecs(rule.results, [1600], [WHOLE], rule, mesh)
+    forced = {"a": ["b"], "b": [None]}
+    assert choose_strategy(rule, operands, results, mesh, 0, LinkPrices(1.0), forced).factors == {"a": "b", "b": None}
+
+
 @pytest.mark.parametrize(("machine", "kind"), [("v5e:2x4", "all-gather"), ("h100:1x8", "all-to-all")])
 def test_an_all_to_all_is_avoided_where_it_takes_longer_than_a_gather(machine, kind):
     """The rows of `x` are sharded, and columns of `x @ w` are wanted: `x` is gathered, or the product is moved.

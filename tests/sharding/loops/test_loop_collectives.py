@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 from autoshard import plan
+from autoshard.sharding.cost.prices import known_prices
 from autoshard.sharding.loops import loop_collectives
 from autoshard.sharding.loops.loop_collectives import with_loop_collectives
 from autoshard.sharding.program.tracing import trace
@@ -76,14 +77,33 @@ def test_weights_that_take_much_memory_stay_in_shards():
     assert counts(changed(step, WEIGHTS, BATCH, memory_bytes=0.49 * least)) == (0, 0)
 
 
-def test_a_loop_over_microbatches_gathers_in_each_iteration():
+def test_a_loop_over_microbatches_gathers_in_each_iteration(monkeypatch):
     def mlp_loss(w, x):
         return jnp.mean((jnp.tanh(x @ w["in"]) @ w["cell"]) ** 2)
 
     def own(w, x):
         return accumulated(mlp_loss, w, x)
 
+    monkeypatch.setattr(loop_collectives, "analyse", None)  # such steps are not analysed for this
     assert not changed(own, WEIGHTS, BATCH)
+
+
+@pytest.mark.parametrize(("at_zero", "reductions"), [(True, 1), (False, 0)])
+def test_a_sum_that_does_not_start_at_zero_is_reduced_in_its_loop(at_zero, reductions):
+    """A step that adds up products of the states that follow each other."""
+
+    def own(w, x):
+        def cell(carry, now):
+            h, total = carry
+            after = jnp.tanh(now + h)
+            return (after, total + h.T @ after), None
+
+        start = jnp.zeros((WIDTH, WIDTH)) if at_zero else w["cell"]
+        inputs = (x @ w["in"]).swapaxes(0, 1)
+        total = lax.scan(cell, (jnp.zeros_like(inputs[0]), start), inputs)[0][1]
+        return w | {"cell": w["cell"] + total}
+
+    assert counts(changed(own, WEIGHTS, BATCH))[1] == reductions
 
 
 def test_a_loop_over_time_in_a_loop_over_microbatches():
@@ -147,6 +167,22 @@ def test_the_estimate_counts_collectives_once_for_each_weight(words, rows):
     assert found and {each.count for each in found} <= {1, 2}
 
 
+def test_the_operators_around_loops_are_no_kernels():
+    made, _ = moves("fsdp:8")
+    kernels = made.problem.cost.fusion.kernels
+    around = [op for op in made.problem.program.ops() if op.name in (GATHER, REDUCE)]
+    assert around and kernels and not any(id(op) in kernels for op in around)
+
+
+def test_prices_of_terms_are_not_those_of_products_that_are_reduced_in_the_loop(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_collectives, "WHOLE_WEIGHTS_SHARE", 0.0)
+        moves("fsdp:8")
+    found = [(each.kind, each.array, each.local_bytes, each.count) for each in moves("fsdp:8")[1]]
+    known_prices._prices.clear()
+    assert found == [(each.kind, each.array, each.local_bytes, each.count) for each in moves("fsdp:8")[1]]
+
+
 @pytest.mark.parametrize("words", ["dp:8", "zero1:8", "fsdp:8"])
 def test_bounds_of_the_time_count_reductions_after_the_loop(words):
     made, _ = moves(words, shape(64, STEPS, WIDTH))
@@ -160,6 +196,13 @@ def test_the_peak_counts_the_whole_weight_and_gradient(monkeypatch):
     in_shards, _ = moves("fsdp:8")
     more = made.plan.estimate.peak_memory_bytes - in_shards.plan.estimate.peak_memory_bytes
     assert 0.8 * WEIGHT_BYTES < more < 2.2 * WEIGHT_BYTES
+
+
+def test_the_gradient_of_a_loop_has_no_buffer_besides_its_sum():
+    """The buffers are those of the weight before the loop: gathered twice, and its gradient before it is scattered."""
+    made, _ = moves("fsdp:8")
+    buffers = made.problem.cost(made.layout).live_buffers
+    assert [(each.nbytes, len(each.first)) for each in buffers] == [(WEIGHT_BYTES, 1)] * 3
 
 
 def test_the_gradient_is_whole_in_the_loop_and_stored_after_it():
