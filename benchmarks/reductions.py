@@ -39,11 +39,13 @@ from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
 PATH = RESULTS / "reductions.json"
-LAYERS, WIDTH, HIDDEN, ROWS = 4, 2048, 8192, 32768
+LAYERS, ROWS = 4, 32768
+SIZES = 2048, 8192  # input and output features of the first product of a layer
 LEAST_BYTES = 1e6  # chosen: less than a weight, more than a norm
 KINDS = ("all-reduce", "reduce-scatter")
 OWN, SPARSE = "own", "sparse cores"
-CASES: Sequence[tuple[str, str, str]] = (
+# (target, plan, options), and the sizes if they are not `SIZES`.
+CASES: Sequence[tuple[str, str, str, *tuple[int, ...]]] = (
     ("v6e:4x4", "dp:2 fsdp:8", OWN),
     ("v6e:4x4", "fsdp:16", OWN),
     ("v6e:4x8", "fsdp:32", OWN),
@@ -63,6 +65,9 @@ CASES: Sequence[tuple[str, str, str]] = (
     ("tpu7x:2x2x1", "fsdp:8", OWN),
     ("tpu7x:2x2x1", "fsdp:8", SPARSE),
     ("tpu7x:2x2x1", "dp:2 fsdp:4", OWN),
+    # Shards of 128 input features; the gradient is computed as `[outputs, inputs]`.
+    ("v5e:2x4", "fsdp:8", OWN, 1024, 1024),
+    ("v5p:4x4x2", "dp:2 fsdp:16", OWN, 2048, 2048),
     ("h100:2x8", "dp:2 fsdp:8", OWN),
     ("h100:1x8", "dp:2 fsdp:2 tp:2", OWN),
 )
@@ -80,6 +85,7 @@ class Row:
         kind: the compiler's result: `ok`, `error`, ...
         parts: `reduce-scatter of 33.6 MB over 8` -> number of such collectives in the program.
         exposed: the exposed milliseconds of these collectives, by the compiler's cycles or, on a GPU, the roofline.
+        sizes: input and output features of the first product of a layer.
     """
 
     target: str
@@ -88,13 +94,15 @@ class Row:
     kind: str
     parts: Mapping[str, int]
     exposed: float
+    sizes: Sequence[int] = SIZES
 
     def __str__(self) -> str:
         parts = ", ".join(f"{count} x {part}" for part, count in self.parts.items())
-        return f"{self.target} {self.words}, {self.options}: {parts or self.kind}; {self.exposed:.2f} ms exposed"
+        sizes = "" if tuple(self.sizes) == SIZES else f" {' x '.join(map(str, self.sizes))}"
+        return f"{self.target} {self.words}{sizes}, {self.options}: {parts or self.kind}; {self.exposed:.2f} ms exposed"
 
 
-def gradient_descent() -> tuple[Any, ...]:
+def gradient_descent(width: int, hidden: int) -> tuple[Any, ...]:
     """Return the step, and the shapes of its weights and its rows."""
 
     def step(weights: Any, x: jax.Array) -> Any:
@@ -107,9 +115,9 @@ def gradient_descent() -> tuple[Any, ...]:
 
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
 
-    sizes = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
+    sizes = {"up": (LAYERS, width, hidden), "down": (LAYERS, hidden, width)}
     weights = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
-    return step, weights, jax.ShapeDtypeStruct((ROWS, WIDTH), "bfloat16")
+    return step, weights, jax.ShapeDtypeStruct((ROWS, width), "bfloat16")
 
 
 def parts_of(traffic: Sequence[Traffic]) -> dict[str, int]:
@@ -119,21 +127,21 @@ def parts_of(traffic: Sequence[Traffic]) -> dict[str, int]:
     return dict(sorted(Counter(found).items()))
 
 
-def compiled(target: str, words: str, options: str) -> Row:
+def compiled(target: str, words: str, options: str, *sizes: int) -> Row:
     """Compile the step for a target, and return its row."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoshardWarning)
-        made = plan(*gradient_descent(), target=target, plan=words, donate_argnums=0)
+        made = plan(*gradient_descent(*(sizes or SIZES)), target=target, plan=words, donate_argnums=0)
     given = dict(made.compiler_options.get(find_target(target).platform, {}))
     if options == SPARSE:
         given = {name: value for name, value in given.items() if name not in _REDUCTIONS}
     result = compile_job(export_plan(bound_or_error(made.bound).executable, given))
     if result.kind != "ok":
-        return Row(target, words, options, f"{result.kind} {result.message[:80]}", {}, 0.0)
+        return Row(target, words, options, f"{result.kind} {result.message[:80]}", {}, 0.0, sizes or SIZES)
     found = estimate(result.text, target, result.coordinates or None, result.memory).traffic
     reductions = [each for each in found if each.collective.kind in KINDS]
     exposed = sum(each.exposed.get("cycles", each.exposed["roofline"]) for each in reductions)
-    return Row(target, words, options, "ok", parts_of(found), round(exposed * 1e3, 2))
+    return Row(target, words, options, "ok", parts_of(found), round(exposed * 1e3, 2), sizes or SIZES)
 
 
 def stored() -> list[Row]:
@@ -154,7 +162,8 @@ def main(arguments: Sequence[str]) -> None:
         if given.targets and case[0] not in given.targets:
             continue
         new = compiled(*case)
-        rows = [row for row in stored() if (row.target, row.words, row.options) != case]
+        key = (*case[:3], case[3:] or SIZES)
+        rows = [row for row in stored() if (row.target, row.words, row.options, tuple(row.sizes)) != key]
         PATH.write_text(json.dumps([asdict(row) for row in [*rows, new]], indent=1) + "\n")
         print(new, flush=True)
 

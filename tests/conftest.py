@@ -56,7 +56,7 @@ ON_ONE_JAX = {
     "sharding/axes/naming", "sharding/axes/test_expert_routing", "sharding/axes/test_generated_batches",
     "sharding/axes/test_logical_axes", "sharding/axes/test_single_row", "sharding/axes/test_state_checks",
     "sharding/axes/weights/test_weight_cover", "sharding/cost", "sharding/discover", "sharding/hlo", "sharding/layout",
-    "sharding/lower/gathers", "sharding/lower/test_conv_as_matmul", "sharding/lower/test_empty_arrays",
+    "sharding/lower/gathers", "sharding/lower/products", "sharding/lower/test_empty_arrays",
     "sharding/lower/test_recurrent_cells", "sharding/lower/test_resharded_products",
     "sharding/lower/test_square_weights", "sharding/machines", "sharding/microbatches/test_accumulation",
     "sharding/microbatches/test_counted_rows", "sharding/microbatches/test_repeated_rows",

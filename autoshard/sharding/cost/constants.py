@@ -62,9 +62,6 @@ MOST_KNOWN_PRICES = 200_000
 
 # --- Memory (`peak_memory`, `opaque_memory`).
 
-# Elements of a tile along the minor dimension of an array in a TPU's memory: the lanes of its vector registers.
-TPU_LANES = 128
-
 # Number of entries of the cache of opaque operators' memory. It bounds memory: one takes about 10 KiB. Only speed
 # depends on it. Source: chosen; each program of a search for gpt-oss-20b on 256 tpu7x has about 300 shapes of shards
 # of its experts, and two entries for each in a pipeline.

@@ -28,7 +28,6 @@ from autoshard import _compat
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.collectives import LiveBuffers
-from autoshard.sharding.cost.constants import TPU_LANES
 from autoshard.sharding.cost.delayed_gradients import last_operator, points
 from autoshard.sharding.cost.equivalence_classes import ValueClasses, distinctly_fixed, value_classes
 from autoshard.sharding.cost.fusion import Fusion
@@ -37,6 +36,7 @@ from autoshard.sharding.cost.reused_buffers import cast_stacks, overwritten, par
 from autoshard.sharding.cost.tiles import row_major_values, row_padding
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec, spec_function
+from autoshard.sharding.machines.constants import TPU_LANES
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.host_memory import fetched_slices
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS

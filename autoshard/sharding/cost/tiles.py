@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from autoshard.sharding.cost.constants import TPU_LANES
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
+from autoshard.sharding.machines.constants import TPU_LANES
 from autoshard.sharding.program.operator_kinds import is_declared
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import Block, Op, Program

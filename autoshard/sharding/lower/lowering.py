@@ -23,7 +23,6 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.loop_gathers import OPEN_CALLS, Gather, is_parameter
 from autoshard.sharding.layout.operator_sharding import (
     can_constrain_at_once,
-    extends_computed_spec,
     operand_spec,
     order_of_scatter,
     pinned_operands,
@@ -32,7 +31,6 @@ from autoshard.sharding.layout.operator_sharding import (
     written_spec,
 )
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
-from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.sharding.lower.declared_operators import run_declared
 from autoshard.sharding.lower.gathers.gather_order import GatherOrder
 from autoshard.sharding.lower.gathers.operand_gathers import gathered_operands
@@ -41,6 +39,7 @@ from autoshard.sharding.lower.gathers.prefetched_scan import early_gathers, pref
 from autoshard.sharding.lower.layer_exchange import exchanged_layers
 from autoshard.sharding.lower.merged_rows import reshaped_rows
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, on_shards, scope
+from autoshard.sharding.lower.products.scattered_products import scattered_product
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.overlap.marks import Marks
 from autoshard.sharding.overlap.modules import ModuleOverlap
@@ -258,11 +257,8 @@ class Lowering:
             return on_shards(self.layout, self.mesh, op, chosen, wants, args, order)
         if self.modules is not None and marks.ring is not None:
             return [self.constrain(self.modules.in_parts(op, marks.ring, chosen, wants[0], args), wants[0])]
-        if is_matmul(op) and wants[0] != (computed := chosen.spec(rule.results[0])):
-            product = matmul(op, *args)
-            if not extends_computed_spec(rule, rule.results[0], computed, wants[0]):
-                product = self.constrain(product, drop_window_dims(op, computed))
-            return [add_window_dims(op, self.constrain(product, drop_window_dims(op, wants[0])))]
+        if (product := scattered_product(self.layout, op, args, chosen, wants[0], self.constrain)) is not None:
+            return [product]
         results = _compat.bind(op.eqn, op.eqn.params, *args)
         if op.name not in REDUCTIONS:
             results = [

@@ -20,7 +20,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec, sharded_factors, transposed_order
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.constants import FIRST_SCHEDULING_GROUP
-from autoshard.sharding.lower.ring_products import ring_product
+from autoshard.sharding.lower.products.ring_products import ring_product
 from autoshard.sharding.overlap.marks import Marks, Ring, gathered_axes, marks_of
 from autoshard.sharding.overlap.module_times import scope_of
 from autoshard.sharding.overlap.modules import ModuleOverlap

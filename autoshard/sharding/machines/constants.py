@@ -36,6 +36,9 @@ HOST_MEMORY_SHARE = 0.9
 # rounds the dimensions of a shard up to tiles. (The tile of a TPU is the side of its matrix unit, in `chips`.)
 GPU_TILE = 64
 
+# Elements of a tile along the minor dimension of an array in a TPU's memory: the lanes of its vector registers.
+TPU_LANES = 128
+
 # 32-bit operations that the vector unit of a TPU's core can start in one cycle: 8 x 128 lanes with 4 arithmetic units
 # each. Source: https://jax-ml.github.io/scaling-book/tpus. The predicted times of Pallas kernels depend on it.
 VECTOR_LANES = 8 * 128 * 4

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.sharding.lower import lowering
-from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
+from autoshard.sharding.lower.products.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.spmdrules.ir.program import Op, build
 
 

@@ -1,0 +1,1 @@
+"""Products that are lowered in another form than the program's."""

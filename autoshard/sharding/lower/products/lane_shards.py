@@ -1,0 +1,53 @@
+"""Gradients of weights that XLA:TPU would all-reduce, because a shard has as many elements as a register has lanes.
+
+JAX computes the gradient of a weight `[in, out]` as `[out, in]` and transposes it. If `in` is sharded, and each shard
+has 128 elements of it, XLA:TPU all-reduces the product and slices it, instead of reduce-scattering it. Examples are
+1024 over 8, 4096 over 32 and 8192 over 64 devices. Shards of 64, 144 and 256 elements are reduce-scattered, and so are
+those of 128 rows (libtpu 0.0.42.1; `benchmarks/reductions.py`). So such a product is computed as `[in, out]`.
+
+Weights with more than two dimensions are left alone. Their products would have to be reshaped to matrices, and the
+copies of activations for it cost more than the reduce-scatter gains (ViT-L/16, v5e:4x4: 274 instead of 272 ms).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax import lax
+
+from autoshard.sharding.machines.constants import TPU_LANES
+from autoshard.spmdrules.core.placement import Spec
+from autoshard.spmdrules.ir.program import Op
+
+
+def is_lane_sharded(op: Op, computed: Spec, want: Spec, mesh: Mapping[str, int]) -> bool:
+    """Whether a product of two matrices is scattered along its columns, and each shard has `TPU_LANES` of them.
+
+    Args:
+        op: the operator.
+        computed: the sharding in which it is computed.
+        want: the sharding of its result.
+        mesh: mesh axis -> number of devices.
+    """
+    if op.name != "dot_general" or len(want) != 2 or any(op.eqn.params["dimension_numbers"][1]):
+        return False
+    if any(len(v.aval.shape) - len(summed) != 1 for v, summed in _operands(op)):  # both dimensions of one operand
+        return False
+    shards = math.prod(mesh[axis] for axis in want[1])
+    return computed[0] == want[0] and not computed[1] and op.eqn.outvars[0].aval.shape[1] == TPU_LANES * shards
+
+
+def columns_first(op: Op, args: Sequence[Any], want: Spec, constrain: Callable[[Any, Spec], Any]) -> Any:
+    """Return a product of two matrices that was computed transposed."""
+    lhs, rhs = args
+    (lhs_dims, rhs_dims), _ = op.eqn.params["dimension_numbers"]
+    keywords = {name: op.eqn.params[name] for name in ("precision", "preferred_element_type")}
+    product = lax.dot_general(rhs, lhs, ((rhs_dims, lhs_dims), ((), ())), **keywords)
+    return constrain(product, want[::-1]).T
+
+
+def _operands(op: Op) -> list[tuple[Any, Sequence[int]]]:
+    """The operands, each with the dimensions that are summed."""
+    return list(zip(op.eqn.invars, op.eqn.params["dimension_numbers"][0], strict=True))
