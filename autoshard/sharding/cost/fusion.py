@@ -27,9 +27,9 @@ An update in place costs the bytes of the update. A scatter into zeros writes al
 memory and back write their results.
 
 A value that is read soon, in the same run of its block, can stay in on-chip memory. Each such value gets a share of
-that memory: its fraction of the bytes of all such values that are live with it. It stays there if its bytes on a device
-are at most its share. The shares are the same for every layout. Transfers between host and device read and write
-the device's memory, not the on-chip memory.
+that memory: its fraction of the bytes of all such values that are live with it and not larger (`on_chip`). It stays
+there if its bytes on a device are at most its share. The shares are the same for every layout. Transfers between host
+and device read and write the device's memory, not the on-chip memory.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from autoshard._shown import shown
 from autoshard.sharding.cost.constants import (
     BROADCAST_GROWTH,
@@ -51,6 +49,7 @@ from autoshard.sharding.cost.constants import (
     SLOW_OPS,
     WRITTEN_SOURCES,
 )
+from autoshard.sharding.cost.on_chip import Life, on_chip_shares
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, CONVOLUTION, decodes, is_decision_point, is_declared
@@ -103,8 +102,8 @@ class Fusion:
         narrow: value -> fraction of its bytes that is written, if it is written in a narrower dtype than its own, or as
             the end of a chain in a wider one.
         on_chip: values that are read only in the same run of their block and can stay in on-chip memory: value -> its
-            share of the bytes of all such values that are live with it, at their peak. Scalars are left out: they take
-            no time in any memory, and their shares would tell apart operators that are equal.
+            share of that memory (`on_chip_shares`). Scalars are left out: they take no time in any memory, and their
+            shares would tell apart operators that are equal.
     """
 
     kernels: dict[int, Kernel]
@@ -198,7 +197,7 @@ class _Finder:
     def note_on_chip(self, ops: Sequence[Op], users: Mapping[int, Sequence[Op]], outputs: set[int]) -> None:
         """Set `on_chip` for the values of a block."""
         when = {id(op): number for number, op in enumerate(ops)}
-        change, lives = np.zeros(len(ops) + 1), {}
+        lives: dict[int, Life] = {}
         transferred = {v for op in ops if is_host_transfer(op) for v in (*op.operands, *op.results)}
         for op in ops:
             for v in (set(op.results) & self.memory) - outputs - transferred:
@@ -207,13 +206,8 @@ class _Finder:
                 taken, first = users.get(v, ()), when[id(op)]
                 last = max([first, *(when[id(u)] for u in taken)])
                 if last - first <= ON_CHIP_OPS and not any(u.blocks for u in taken):
-                    size = nbytes(self.program.avals[v]) * self.narrow.get(v, 1.0)
-                    lives[v] = first, last, size
-                    change[first] += size
-                    change[last + 1] -= size
-        live = np.cumsum(change)
-        for v, (first, last, size) in lives.items():
-            self.on_chip[v] = size / peak if (peak := float(live[first : last + 1].max())) else 1.0
+                    lives[v] = Life(first, last, nbytes(self.program.avals[v]) * self.narrow.get(v, 1.0))
+        self.on_chip |= on_chip_shares(lives, len(ops))
 
     def note_written(self, op: Op, users: Mapping[int, Sequence[Op]]) -> None:
         """Decide whether the result of an elementwise operator is written for its users."""
