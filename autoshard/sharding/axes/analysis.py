@@ -51,7 +51,7 @@ def analyse(traced: Traced) -> Analysis:
        must run before the roles are found, because they depend on which values have the batch.
     4. `find_roles` takes this batch and assigns roles to inputs and axes. It finds the axes of experts.
     5. `split_expert_axes` gives the router's experts an axis of their own, in place. It needs the roles of step 4. The
-       roles need not be found again: the axis that it adds has no role, so that no plan shards it.
+       roles need not be found again: the axis that it adds has no role but `Roles.routers`.
     6. `find_graph_axes` finds edges, nodes and graphs in the data. Their features get the role of data, although they
        lack the batch. This changes how they are stored, not which axes are sharded.
     7. `name_axes` names the axes, including the added one, and `name_computed_axes` those that no input has.
@@ -78,7 +78,8 @@ def analyse(traced: Traced) -> Analysis:
         program, axes, state_inputs, batch=batch, row=row, replicas=replicas, counts=counts,
         single_rows=traced.microbatches if _cuts_single_rows(traced, axes) else 0, known=known,
     )  # fmt: skip
-    split_expert_axes(axes, roles)
+    routers = split_expert_axes(axes, roles)
+    roles.routers = routers if roles.dispatched_rows else ()
     graph = find_graph_axes(program, axes, state_inputs)
     for v in graph.features(program, axes, state_inputs):
         roles.inputs[v] = "data"

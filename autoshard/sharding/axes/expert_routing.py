@@ -3,7 +3,11 @@
 The rules unify the two, because they number the same experts. But values of tokens and experts (router logits, masks)
 must stay with their tokens, while the rows of an expert move to the device that holds the expert, over the same mesh
 axis. So only the values that a product with expert weights reaches, without passing through another contraction, keep
-the axis of experts. In all other values it becomes a new axis, which no plan shards.
+the axis of experts. In all other values it becomes a new axis.
+
+No plan shards the new axis, unless a product dispatches tokens of the whole batch (`dispatched_rows`), as in
+`einsum("tec,td->ecd")`. Then `ep` shards it in the masks: each device gathers all tokens and computes the rows of its
+own experts. Masks that stay with their tokens would need a sum of the rows of all experts, which are more.
 """
 
 from __future__ import annotations
@@ -16,20 +20,21 @@ from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Op
 
 
-def split_expert_axes(axes: LogicalAxes, roles: Roles) -> None:
-    """Gives the router's experts a logical axis of their own, in place, if the program has a router.
+def split_expert_axes(axes: LogicalAxes, roles: Roles) -> tuple[int, ...]:
+    """Give the router's experts a logical axis of their own, in place, if the program has a router; return such axes.
 
     Args:
         axes: the logical axes. `sizes` and `of_value` are changed.
         roles: the roles of the axes.
     """
+    routers = []
     for experts in roles.experts:
         with_experts = [v for v, leaves in enumerate(axes.of_value) if any(experts in dim for dim in leaves)]
         computed = _computed_by_experts(axes, roles, with_experts)
         outside = [v for v in with_experts if v not in computed]
         if not computed or not outside:
             continue
-        router = len(axes.sizes)
+        routers.append(router := len(axes.sizes))
         axes.sizes.append(axes.sizes[experts])
         memo: dict[Leaves, Leaves] = {}
         for v in outside:
@@ -37,6 +42,7 @@ def split_expert_axes(axes: LogicalAxes, roles: Roles) -> None:
             if leaves not in memo:
                 memo[leaves] = tuple(tuple(router if c == experts else c for c in dim) for dim in leaves)
             axes.of_value[v] = memo[leaves]
+    return tuple(routers)
 
 
 def _computed_by_experts(axes: LogicalAxes, roles: Roles, with_experts: Iterable[int]) -> set[int]:

@@ -67,6 +67,7 @@ class Roles:
         residual: the axis of the residual stream, if there is one.
         parallel: axes that tensor parallelism shards.
         experts: axes of experts.
+        routers: axes of experts in the masks of a router that dispatches tokens of the whole batch (`expert_routing`).
         vocabulary: axes of the rows of tables that are indexed.
         output_classes: parallel axes that a loss sums over.
         heads: axes of attention heads, each followed by the query groups of a key-value head.
@@ -112,6 +113,7 @@ class Roles:
     loop_sums: Mapping[int, int] = field(default_factory=dict)
     dispatched: frozenset[int] = frozenset()
     dispatched_rows: tuple[int, ...] = ()
+    routers: tuple[int, ...] = ()
     stages: int | None = None
     within_stages: frozenset[int] = frozenset()
     replicas: int | None = None

@@ -206,7 +206,8 @@ def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ..
     if kind in CONTEXT:
         return roles.context
     if kind == "ep":
-        return (*roles.experts, roles.batch) if roles.experts and roles.batch is not None else roles.experts
+        with_batch = roles.experts and roles.batch is not None
+        return (*roles.experts, *roles.routers, roles.batch) if with_batch else roles.experts
     listed = tuple(c for c in roles.parallel if c not in roles.experts)
     return listed + (roles.sequence if "seq" in flags else ())
 

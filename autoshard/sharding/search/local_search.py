@@ -193,7 +193,7 @@ def _work(candidate: Candidate) -> tuple[float, float, float]:
 def single_changes(layout: Layout) -> Iterator[Change]:
     """All single changes of a layout."""
     roles = layout.roles
-    classes = _distinct(roles.batch, *roles.parallel, *roles.experts, *roles.sequence, roles.residual)
+    classes = _distinct(roles.batch, *roles.parallel, *roles.experts, *roles.routers, *roles.sequence, roles.residual)
     for axis, size in layout.mesh.items():
         if size == 1:
             continue

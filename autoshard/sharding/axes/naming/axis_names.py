@@ -53,6 +53,8 @@ def name_axes(
     name_axis(roles.residual, "embed")
     for c in roles.experts:
         name_axis(c, "experts")
+    for c in roles.routers:
+        name_axis(c, "router")
     spatial, channels = convolution_axes(program, axes)
     tables = [c for c in roles.vocabulary if c not in names]
     for c in tables:
