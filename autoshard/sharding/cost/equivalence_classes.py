@@ -156,8 +156,8 @@ class OperatorClass:
     reducing: list[int] = field(default_factory=list)
     _facts: Facts | None = field(default=None, init=False, repr=False)
 
-    def facts(self, axes: LogicalAxes, fusion: Fusion) -> Facts:
-        """What all layouts have in common; `axes` and `fusion` are those of the program."""
+    def facts(self, axes: LogicalAxes, roles: Roles, fusion: Fusion) -> Facts:
+        """What all layouts have in common; `axes`, `roles` and `fusion` are those of the program."""
         if self._facts is None:
             kernel, avals = self.kernel, axes.program.avals
             memory = [
@@ -165,7 +165,7 @@ class OperatorClass:
                  fusion.narrow.get(v, 1.0), fusion.on_chip.get(v, 0.0))
                 for v in ((*kernel.reads, *kernel.writes) if kernel else ())
             ]  # fmt: skip
-            self._facts = Facts(transfer_bytes(axes, self.op), memory)
+            self._facts = Facts(transfer_bytes(axes, roles, self.op), memory)
         return self._facts
 
     @property

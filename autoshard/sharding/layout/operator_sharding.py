@@ -175,7 +175,7 @@ def state_gathers(layout: Layout, updated: Iterable[int]) -> list[StateGather]:
 def strategy_in_layout(layout: Layout, op: Op, prices: LinkPrices) -> OperatorStrategy:
     """The strategy of a decision point under a layout; `prices`: see `choose_strategy`."""
     operands = [operand_spec(layout, v) if v >= 0 else () for v in op.operands]
-    results, moved = [result_spec(layout, op, v) for v in op.results], transfer_bytes(layout.axes, op)
+    results, moved = [result_spec(layout, op, v) for v in op.results], transfer_bytes(layout.axes, layout.roles, op)
     return strategy_for_specs(
         op, operands, results, moved, layout.mesh, prices, layout.sequence, is_loop_term(layout.roles.loop_sums, op)
     )
@@ -214,12 +214,12 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
     return found
 
 
-def transfer_bytes(axes: LogicalAxes, op: Op) -> list[float]:
+def transfer_bytes(axes: LogicalAxes, roles: Roles, op: Op) -> list[float]:
     """Bytes of each operand as a collective moves it: a parameter in its transfer type (`LogicalAxes`).
 
-    Of a stack of layers, it moves one layer. Nothing moves a repeated constant.
+    Of a stack of layers, it moves one layer. In a program with `Roles.other_rows`, it moves no repeated constant.
     """
-    filled = axes.program.filled
+    filled = axes.program.filled if roles.other_rows else ()  # plans of other programs were not compiled with this
     sizes = [0.0 if n in filled else float(nbytes(v.aval)) for n, v in zip(op.operands, op.eqn.invars, strict=True)]
     if is_declared(op) and (stacks := layer_stacks(op.eqn.params["fn"])) is not None:
         assert op.rule is not None

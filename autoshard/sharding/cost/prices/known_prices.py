@@ -79,7 +79,7 @@ class KnownPrices:
             return None
         arrays = (*op.operands, *op.results)
         position = {v: n for n, v in enumerate(arrays) if v >= 0}
-        facts = op_class.facts(axes, self.fusion)
+        facts = op_class.facts(axes, self.roles, self.fusion)
         types = [(v.aval.shape, v.aval.dtype) for v in (*op.eqn.invars, *op.eqn.outvars)]
         is_literal = tuple([v < 0 for v in arrays])
         key = (
