@@ -194,7 +194,7 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
 
         activations that need a mesh axis on another dimension
         inputs of a loop's body that are resharded
-        rows of the data that others refer to (`Roles.other_rows`), before they are gathered
+        rows of the data that others refer to (`Roles.other_rows`), if they stay sharded along another dimension
 
     Args:
         layout: the layout.
@@ -205,11 +205,11 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
     if not is_decision_point(op) or op.name in REDUCTIONS:
         return {}
     chosen, inputs = strategy_in_layout(layout, op, prices), block.inputs if block.loop else ()
-    always, found = op.name == after_loop_p.name or (op.name == "gather" and layout.roles.other_rows), {}
+    is_sum, of_rows, found = op.name == after_loop_p.name, op.name == "gather" and layout.roles.other_rows, {}
     for i, (v, dims) in enumerate(zip(op.operands, chosen.rule(op).operands, strict=True)):
         if v >= 0 and v not in layout.aliased_inputs and v not in layout.roles.inputs:
             spec, wanted = operand_spec(layout, v), chosen.spec(dims)
-            if moves_axis(spec, wanted) or (spec != wanted and (v in inputs or always)):
+            if moves_axis(spec, wanted) or (spec != wanted and (v in inputs or is_sum or (of_rows and any(wanted)))):
                 found[i] = spec
     return found
 

@@ -27,8 +27,10 @@ def variations(words, fn=graph_step, args=None):
 
 @pytest.mark.parametrize(("words", "varied"), [
     ("dp:8", ["dp:8 dp-nodes"]),
-    ("dp:2 fsdp:8", ["dp:2 fsdp:8 fsdp-nodes", "dp:2 fsdp:8 dp-nodes", "dp:2 fsdp:8 dp-nodes fsdp-nodes"]),
-    ("fsdp:4 tp:2 state", ["fsdp:4 tp:2 state fsdp-nodes"]),
+    ("dp:2 fsdp:8", ["dp:2 fsdp:8 dp-nodes"]),
+    ("dp:4 tp:2", ["dp:4 tp:2 dp-nodes"]),
+    ("fsdp:8", []),  # state is stored over these devices
+    ("dp:2 fsdp:4 state", []),
     ("tp:8", []),
     ("dp:256", []),  # more devices than nodes
     ("data=dp:2 model=tp:4", ["data=dp:2 model=tp:4 data-nodes"]),
@@ -56,24 +58,24 @@ def test_the_plan_on_a_given_mesh_shards_nodes_too():
     assert features.spec[0]
 
 
-def test_few_nodes_are_replicated():
-    """Their gathers would take longer than the work on them."""
-    chosen = made(nodes=128, edges=524288, width=512)
-    (features,) = (each for each in chosen.inputs if each.shape == (128, 16))
-    assert not any(features.spec)
+@pytest.mark.parametrize(("nodes", "edges", "faster"), [(65536, 524288, "dp:16"), (64, 524288, "dp:16 dp-nodes")])
+def test_sizes_decide_whether_nodes_are_sharded(nodes, edges, faster):
+    """The gathers of a few nodes take longer than the work on them."""
+    plans = [made(words, nodes=nodes, edges=edges, width=512) for words in ("dp:16", "dp:16 dp-nodes")]
+    assert min(plans, key=lambda each: each.estimate.step_time_us).chosen == faster
 
 
 def test_a_sum_at_nodes_is_priced_as_one_reduction():
     """A layer sums edges forward, again when it is rematerialized, and the gradients of both reads together."""
-    replicated, sharded = made("dp:16 dp-nodes"), made("dp:8 fsdp:2 fsdp-nodes")
+    replicated, sharded = made("dp:16 dp-nodes"), made("dp:2 fsdp:8 dp-nodes")
     whole, layers = 65536 * 512 * 4, 2
     weights = 4 * (layers * 3 * 512 + 4) * 512  # of the edges
     assert totals(replicated)["all-reduce", "dp"] == pytest.approx(
         2 * 15 / 16 * (3 * layers * whole + weights), rel=1e-3
     )
     of_nodes = totals(sharded)
-    assert of_nodes["reduce-scatter", "dp"] == pytest.approx(7 / 8 * 3 * layers * whole, rel=1e-3)
-    assert of_nodes["all-gather", "dp"] == pytest.approx(7 / 8 * 3 * layers * whole, rel=1e-3)
+    for kind in ("reduce-scatter", "all-gather"):  # besides the small ones of weights
+        assert of_nodes[kind, "fsdp"] == pytest.approx(7 / 8 * 3 * layers * whole, rel=0.03)
 
 
 def totals(chosen):
