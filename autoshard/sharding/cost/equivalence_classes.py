@@ -20,8 +20,8 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.axes.stored_values import may_be_stored, sources_of
+from autoshard.sharding.axes.weights.joined_sums import joined_sums
 from autoshard.sharding.cost.fusion import Fusion, Kernel
-from autoshard.sharding.layout.joined_sums import joined_sums
 from autoshard.sharding.layout.operator_sharding import transfer_bytes
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.operator_kinds import is_decision_point
@@ -145,7 +145,7 @@ class OperatorClass:
         shared: for each operand, the values that the operators take there.
         reducing: the numbers of the operators at which the results are reduced: their own, or those after a loop
             that sums the results (`Roles.loop_sums`). Of scatters that are added, the last one reduces the sum
-            (`layout.joined_sums`).
+            (`axes.weights.joined_sums`).
     """
 
     op: Op
@@ -242,7 +242,7 @@ def operator_classes(
     class_of.append(-1)  # of literals, which have the number -1
     merged = merged_values(axes.program)
     after_loop = {op.results[0]: number for number, (op, _) in enumerate(ops) if op.name == after_loop_p.name}
-    added = {id(op) for found in joined_sums(axes, roles) for op in found.scatters[:-1]}
+    added = {id(op) for found in joined_sums(axes, roles.rows) for op in found.scatters[:-1]}
     for number, (op, _) in enumerate(ops):
         if op.rule is None or (merged and op.results and merged.keys() >= {*op.results}):
             continue

@@ -38,10 +38,10 @@ from autoshard.sharding.lower.gathers.gather_order import GatherOrder
 from autoshard.sharding.lower.gathers.operand_gathers import gathered_operands
 from autoshard.sharding.lower.gathers.prefetched_layers import LayerPrefetch
 from autoshard.sharding.lower.gathers.prefetched_scan import early_gathers, prefetched_scan
+from autoshard.sharding.lower.gathers.scattered_rows import ScatteredRows
 from autoshard.sharding.lower.layer_exchange import exchanged_layers
 from autoshard.sharding.lower.merged_rows import reshaped_rows
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, on_shards, scope
-from autoshard.sharding.lower.scattered_rows import ScatteredRows
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.overlap.marks import Marks
 from autoshard.sharding.overlap.modules import ModuleOverlap
@@ -168,14 +168,12 @@ class Lowering:
             return self.constrain_like_parameter(op, results)
         chosen = strategy_in_layout(self.layout, op, self.link_prices)
         wants = [written_spec(self.layout, op, v) for v in op.results]
-        dims = chosen.rule(op).operands
+        specs = [*map(chosen.spec, chosen.rule(op).operands)]
         if self.held and op.name not in REDUCTIONS:
-            args = [
-                self.held.get(Gather(v, chosen.spec(d)), x) for x, v, d in zip(args, op.operands, dims, strict=True)
-            ]
+            args = [self.held.get(Gather(v, s), x) for x, v, s in zip(args, op.operands, specs, strict=True)]
         if self.order is None or op.name in REDUCTIONS:
             return self.decision_point(op, args, chosen, wants)
-        gathered = [self.is_gather(v, chosen.spec(d)) for v, d in zip(op.operands, dims, strict=True)]
+        gathered = [self.is_gather(v, s) for v, s in zip(op.operands, specs, strict=True)]
         args = [
             self.order.after_last_but_one(x, operand_spec(self.layout, v)) if gather else x
             for x, v, gather in zip(args, op.operands, gathered, strict=True)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.sharding.axes.analysis import analyse
-from autoshard.sharding.layout.joined_sums import joined_sums
+from autoshard.sharding.axes.weights.joined_sums import joined_sums
 from autoshard.sharding.program.tracing import trace
 from tests.sharding.graph_step import LAYERS, graph_shapes, graph_step
 
@@ -14,7 +14,7 @@ NODES, EDGES = 16, 64
 
 def sums(fn, *args):
     analysis = analyse(trace(fn, args, {}))
-    return joined_sums(analysis.axes, analysis.roles)
+    return joined_sums(analysis.axes, analysis.roles.rows)
 
 
 def test_the_gradient_of_nodes_is_one_sum_in_each_layer():

@@ -1,8 +1,8 @@
 """Scatters whose results are rows of the data, such as sums of the edges of each node.
 
 They run on shards where they leave partial sums, so that the collectives are those of the plan: a reduce-scatter where
-the rows are sharded, and one reduction for a joined sum (`layout.joined_sums`). XLA:TPU would all-reduce each scatter
-over all mesh axes at once, and then take a slice (libtpu 0.0.42.1, v5e).
+the rows are sharded, and one reduction for a joined sum (`axes.weights.joined_sums`). XLA:TPU would all-reduce each
+scatter over all mesh axes at once, and then take a slice (libtpu 0.0.42.1, v5e).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from jax import lax
 
 from autoshard import _compat
-from autoshard.sharding.layout.joined_sums import JoinedSum, joined_sums
+from autoshard.sharding.axes.weights.joined_sums import JoinedSum, joined_sums
 from autoshard.sharding.layout.operator_sharding import sharded_factors, strategy_in_layout, written_spec
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.spmdrules.core.rule import Shard
@@ -32,7 +32,7 @@ class ScatteredRows:
 
     def __init__(self, lowering: Any):
         self.lowering, self.layout = lowering, lowering.layout
-        found = joined_sums(self.layout.axes, self.layout.roles) if lowering.overlap is None else []
+        found = joined_sums(self.layout.axes, self.layout.roles.rows) if lowering.overlap is None else []
         self._sums = {id(each.additions[-1]): each for each in found}
         self._waiting = {id(op) for each in found for op in (*each.scatters, *each.additions[:-1])}
 

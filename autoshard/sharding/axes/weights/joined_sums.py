@@ -15,7 +15,6 @@ from typing import Any
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.axes.weights.loop_sums import ADDITIONS
 from autoshard.spmdrules.ir.program import Block, Op
 
@@ -36,20 +35,24 @@ class JoinedSum:
     others: tuple[tuple[Any, int], ...]
 
 
-def joined_sums(axes: LogicalAxes, roles: Roles) -> list[JoinedSum]:
-    """Return the joined sums of a program whose data has several axes of rows (`Roles.other_rows`).
+def joined_sums(axes: LogicalAxes, rows: frozenset[int]) -> list[JoinedSum]:
+    """Return the joined sums of a program whose data has several axes of rows.
 
     Only the sum uses its scatters and its partial sums. The scatters have equal rules, logical axes and types.
+
+    Args:
+        axes: the program's logical axes.
+        rows: the axes of rows (`Roles.rows`). With a single one, such as the batch, there are no joined sums.
     """
-    if not roles.other_rows:
+    if len(rows) < 2:
         return []
     blocks = [axes.program.block, *(inner for op in axes.program.ops() for inner in op.blocks)]
     uses = Counter(v for op in axes.program.ops() for v in op.operands)
     uses.update(v for block in blocks for v in block.outputs)
-    return [found for block in blocks for found in _sums_of(block, axes, roles, uses)]
+    return [found for block in blocks for found in _sums_of(block, axes, rows, uses)]
 
 
-def _sums_of(block: Block, axes: LogicalAxes, roles: Roles, uses: Counter[int]) -> Iterator[JoinedSum]:
+def _sums_of(block: Block, axes: LogicalAxes, rows: frozenset[int], uses: Counter[int]) -> Iterator[JoinedSum]:
     made = {op.results[0]: op for op in block.ops if len(op.results) == 1}
     is_inner = {
         v
@@ -66,7 +69,7 @@ def _sums_of(block: Block, axes: LogicalAxes, roles: Roles, uses: Counter[int]) 
         alike = defaultdict[Any, list[Op]](list)
         for eqn_op, i in terms:
             term = made.get(eqn_op.operands[i])
-            if term is not None and uses[term.results[0]] == 1 and _is_scatter_of_rows(term, axes, roles):
+            if term is not None and uses[term.results[0]] == 1 and _is_scatter_of_rows(term, axes, rows):
                 key = id(term.rule), *(axes.of_value[v] if v >= 0 else None for v in (*term.operands, *term.results))
                 alike[key, term.eqn.outvars[0].aval.dtype].append(term)
         scatters = max(alike.values(), key=len, default=[])
@@ -82,8 +85,9 @@ def _is_addition(op: Op) -> bool:
     return op.name in ADDITIONS and all(v >= 0 for v in op.operands) and bool(op.eqn.outvars[0].aval.shape)
 
 
-def _is_scatter_of_rows(op: Op, axes: LogicalAxes, roles: Roles) -> bool:
-    return op.name == "scatter-add" and op.rule is not None and roles.have_rows(axes.of_value[op.results[0]])
+def _is_scatter_of_rows(op: Op, axes: LogicalAxes, rows: frozenset[int]) -> bool:
+    has_rows = any(not rows.isdisjoint(dim) for dim in axes.of_value[op.results[0]])
+    return op.name == "scatter-add" and op.rule is not None and has_rows
 
 
 def _tree(root: Op, made: dict[int, Op], is_inner: Collection[int]) -> tuple[Sequence[Op], list[tuple[Op, int]]]:
