@@ -122,8 +122,8 @@ def test_parity_with_one_device(name, plan):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_data_parallel_steps_keep_their_batch_sharded(name):
-    """Gradients are reduced, and no activation is gathered."""
-    program = planned(name, "dp:8")
+    """Gradients are reduced, and no activation is gathered. Sharded nodes of a graph would be gathered by its edges."""
+    program = planned(name, "dp:8 dp-nodes dp-graphs" if name == "graph_network" else "dp:8")
     data = [leaf for leaf in program.plan.inputs if leaf.role == "data"]
     assert data
     for leaf in data:

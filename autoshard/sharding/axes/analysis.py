@@ -49,11 +49,11 @@ def analyse(traced: Traced) -> Analysis:
        A step with a single row whose state is data has no batch axis (`single_row`).
     3. `join_generated_batches` merges the axes of rows that the step generates itself into the batch, in place. It
        must run before the roles are found, because they depend on which values have the batch.
-    4. `find_roles` takes this batch and assigns roles to inputs and axes. It finds the axes of experts.
-    5. `split_expert_axes` gives the router's experts an axis of their own, in place. It needs the roles of step 4. The
+    4. `find_graph_axes` finds edges, nodes and graphs in the data. If the batch is one of them, the others are rows,
+       too: their values are activations, not sums over the batch. In any case their features are data.
+    5. `find_roles` takes the batch and these rows, and assigns roles to inputs and axes. It finds the axes of experts.
+    6. `split_expert_axes` gives the router's experts an axis of their own, in place. It needs the roles of step 5. The
        roles need not be found again: the axis that it adds has no role but `Roles.routers`.
-    6. `find_graph_axes` finds edges, nodes and graphs in the data. Their features get the role of data, although they
-       lack the batch. This changes how they are stored, not which axes are sharded.
     7. `name_axes` names the axes, including the added one, and `name_computed_axes` those that no input has.
 
     Args:
@@ -74,13 +74,13 @@ def analyse(traced: Traced) -> Analysis:
     join_generated_batches(axes, batch)
     replicas, counts = _cut_axes(traced, axes)
     known = _known_roles(traced, axes)
+    graph = find_graph_axes(program, axes, state_inputs)
     roles = find_roles(
-        program, axes, state_inputs, batch=batch, row=row, replicas=replicas, counts=counts,
-        single_rows=traced.microbatches if _cuts_single_rows(traced, axes) else 0, known=known,
+        program, axes, state_inputs, batch=batch, other_rows=graph.beside(batch), row=row, replicas=replicas,
+        counts=counts, single_rows=traced.microbatches if _cuts_single_rows(traced, axes) else 0, known=known,
     )  # fmt: skip
     routers = split_expert_axes(axes, roles)
     roles.routers = routers if roles.dispatched_rows else ()
-    graph = find_graph_axes(program, axes, state_inputs)
     for v in graph.features(program, axes, state_inputs):
         roles.inputs[v] = "data"
     axes.names = name_axes(program, axes, roles, traced.in_names, graph)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard import _compat
@@ -73,6 +73,7 @@ def find_uses(
     dispatched: frozenset[int] = frozenset(),
     row: frozenset[int] = frozenset(),
     *,
+    other_rows: Collection[int] = (),
     groups: bool = False,
 ) -> AxisUses:
     """Collects how the operators of a program use the axes of its parameters.
@@ -85,9 +86,11 @@ def find_uses(
         owner: value without the batch -> the inputs that it was computed from.
         dispatched: values without the batch that hold its rows (`dispatched_rows`).
         row: the values of the only row of a step without a batch axis (`single_row`).
+        other_rows: axes that count as the batch, see `Roles`.
         groups: whether each row of the batch is a group (`microbatches.replicas`) with its own terms of gradients.
     """
-    collector = _UseCollector(axes, batch, in_parameters, owner, dispatched, row, groups)
+    rows = frozenset(other_rows if batch is None else (batch, *other_rows))
+    collector = _UseCollector(axes, rows, in_parameters, owner, dispatched, row, groups)
     for op, factors in zip(program.ops(), axes.of_op, strict=True):
         if op.rule is not None:
             collector.record(op, op.rule, factors)
@@ -101,7 +104,7 @@ def find_uses(
 @dataclass(eq=False)
 class _UseCollector:
     axes: LogicalAxes
-    batch: int | None
+    rows: frozenset[int]
     in_parameters: set[int]
     owner: Mapping[int, frozenset[int]]
     dispatched: frozenset[int]
@@ -115,7 +118,7 @@ class _UseCollector:
             self.uses.indexed |= self.of_kind("index", rule, factors) & self.in_parameters
         if op.name in ("reduce_sum", "reduce_max", *POSITIONS) and self.has_batch(op.results[0]):
             self.uses.reduced |= self.of_kind("reduce", rule, factors)
-        if self.batch is None and not self.row:
+        if not self.rows and not self.row:
             return
         if op.name in CONTRACTIONS:
             self.record_contraction(op, rule, factors)
@@ -133,8 +136,10 @@ class _UseCollector:
         )  # fmt: skip
 
     def has_batch(self, value: int) -> bool:
-        """Whether a value has the batch axis, or belongs to the only row."""
-        return value in self.row or (value >= 0 and any(self.batch in dim for dim in self.axes.of_value[value]))
+        """Whether a value has an axis of rows, or belongs to the only row."""
+        if value in self.row:
+            return True
+        return value >= 0 and any([not self.rows.isdisjoint(dim) for dim in self.axes.of_value[value]])
 
     def of_kind(self, kind: str, rule: Rule, factors: Mapping[str, Sequence[int]]) -> set[int]:
         """The classes of a rule's factors of one kind."""
@@ -232,7 +237,7 @@ class _UseCollector:
             self.uses.attended |= {c for c, n in Counter(c for each in factors.values() for c in each).items() if n > 1}
             whole = self.of_kind("whole", rule, factors)
             self.uses.inner |= (classes(contracted) | whole) & self.in_parameters
-            self.uses.heads |= classes(common) - {self.batch}
+            self.uses.heads |= classes(common) - self.rows
             self.uses.kept |= classes(set.union(*results) - common) & self.in_parameters
 
     def record_contraction(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
@@ -254,7 +259,7 @@ class _UseCollector:
             for c in factors.get(f.name, ())
         }  # fmt: skip
         summed = self.of_kind("reduce", rule, factors)
-        of_row = result - {self.batch, self.axes.stages}
+        of_row = result - {*self.rows, self.axes.stages}
         if self.groups and all(with_batch) and kept and of_row <= self.in_parameters:
             return  # not attention, but a group's term of a weight's gradient
         if all(with_batch) and kept:  # activation with activation: attention
@@ -262,7 +267,7 @@ class _UseCollector:
             if summed <= self.in_parameters:
                 uses.inner |= summed
             uses.kept |= (result - shared) & self.in_parameters
-            uses.heads |= shared - {self.batch}
+            uses.heads |= shared - self.rows
             of_result = Counter(c for dim in of_value[op.results[0]] for c in dim)
             uses.attended |= {c for c, n in of_result.items() if n > 1}
         elif any(with_batch) and kept:  # activation with weight

@@ -84,5 +84,5 @@ def _is_product(op: Op, axes: LogicalAxes, roles: Roles, here: list[int]) -> boo
     """
     values = (*op.operands[:2], op.results[0])
     of_rows = roles.dispatched | roles.row
-    with_batch = [v in of_rows or any(roles.batch in dim for dim in axes.of_value[v]) for v in values if v >= 0]
+    with_batch = [v in of_rows or roles.have_rows(axes.of_value[v]) for v in values if v >= 0]
     return set(values) <= set(here) and any(with_batch) and not all(with_batch)

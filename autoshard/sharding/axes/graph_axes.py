@@ -38,6 +38,10 @@ class GraphAxes:
         """The axes of edges, nodes and graphs."""
         return (*self.edges, *self.nodes, *self.graphs)
 
+    def beside(self, batch: int | None) -> tuple[int, ...]:
+        """The axes of rows other than the batch, if the batch is one of the axes; else none."""
+        return tuple(c for c in self.all if c != batch) if batch in self.all else ()
+
     def features(self, program: Program, axes: LogicalAxes, state: Sequence[int]) -> list[int]:
         """The inputs that are not state and have one of the axes: features of nodes, targets of graphs."""
         own = {*self.all}

@@ -21,6 +21,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from autoshard._shown import shown
@@ -28,7 +29,7 @@ from autoshard.sharding.axes.axis_uses import AxisUses, find_uses
 from autoshard.sharding.axes.batch_axis import batch_axis
 from autoshard.sharding.axes.constants import MAX_FUSED_WEIGHTS
 from autoshard.sharding.axes.dispatched_rows import dispatched_rows
-from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.weights.computed_weights import computed_weights, rearranged_weights
 from autoshard.sharding.axes.weights.decoded_weights import decoded_weights
 from autoshard.sharding.axes.weights.gradients import gradients_of
@@ -61,6 +62,8 @@ class Roles:
     Attributes:
         inputs: program input -> its role.
         batch: the batch axis, if there is one. In a single row it counts positions, and may be in `sequence`, too.
+        other_rows: axes of rows besides the batch: edges, nodes and graphs, if the batch is one of them (`graph_axes`).
+            Values with such an axis are activations like those with the batch.
         row: the values of the only row of a step without a batch axis (`single_row`).
         sequence: sequence axes.
         context: sequence axes that no loop runs over.
@@ -121,7 +124,17 @@ class Roles:
     separate_layers: bool = False
     gathers_once: bool = False
     row: frozenset[int] = frozenset()
+    other_rows: tuple[int, ...] = ()
     exchange_weight: Callable[[int], float] = _as_fast_as_gathers
+
+    @cached_property
+    def rows(self) -> frozenset[int]:
+        """The batch and the other axes of rows."""
+        return frozenset(self.other_rows) | (frozenset() if self.batch is None else {self.batch})
+
+    def have_rows(self, leaves: Leaves) -> bool:
+        """Whether a value with these logical axes has the batch or another axis of rows."""
+        return any([not self.rows.isdisjoint(dim) for dim in leaves])
 
 
 def find_roles(
@@ -130,6 +143,7 @@ def find_roles(
     state: Sequence[int] = (),
     *,
     batch: int | None = None,
+    other_rows: tuple[int, ...] = (),
     row: frozenset[int] = frozenset(),
     replicas: int | None = None,
     counts: frozenset[int] = frozenset(),
@@ -143,6 +157,7 @@ def find_roles(
         axes: its logical axes.
         state: the inputs that the program returns updated (known from the pytree structure). They are never data.
         batch: its batch axis, if `batch_axis` was called before.
+        other_rows: its other axes of rows, see `Roles`.
         row: the values of the only row of a step without a batch axis (`single_row`).
         replicas: the axis of groups of rows whose sums are added later, if there is one.
         counts: the axes that count the microbatches, see `Roles`.
@@ -151,7 +166,8 @@ def find_roles(
         known: the roles of inputs that are already known, such as in a step whose microbatches are single rows.
     """
     batch = batch_axis(program, axes, frozenset(state)) if batch is None and not row else batch
-    of_dims = {dims: any(batch in dim for dim in dims) for dims in {*axes.of_value}}
+    in_rows = {batch, *other_rows}
+    of_dims = {dims: any([not in_rows.isdisjoint(dim) for dim in dims]) for dims in {*axes.of_value}}
     has_batch = [v in row or of_dims[dims] for v, dims in enumerate(axes.of_value)]
     inputs, owner = _input_roles(program, has_batch, frozenset(state))
     inputs |= known or {}
@@ -163,7 +179,7 @@ def find_roles(
             parameter_bytes[c] += axis_weight(program.avals[v])
     dispatched, dispatched_axes = dispatched_rows(program, axes, batch, in_parameters)
     single = replicas is not None and batch == replicas  # each group has one row, so the groups are the batch
-    use = find_uses(program, axes, batch, in_parameters, owner, dispatched, row, groups=single)
+    use = find_uses(program, axes, batch, in_parameters, owner, dispatched, row, other_rows=other_rows, groups=single)
     stages = axes.stages
     for own in (c for c in (stages, replicas) if c is not None):
         use.discard(own)
@@ -184,12 +200,12 @@ def find_roles(
     with_batch = {c for v, has in enumerate(has_batch) if has for dim in axes.of_value[v] for c in dim}
     sequence = dict.fromkeys(
         c for v in data for dim in axes.of_value[v] for c in _sequence(dim, axes.stacked)
-        if c not in (batch, replicas, *counts) and c in with_batch and not use.weights[c]
+        if c not in (*in_rows, replicas, *counts) and c in with_batch and not use.weights[c]
     )  # fmt: skip
     if single_rows:
         counting = {c for v in data for dim in _before(axes, v, batch) for c in axes.of_value[v][dim]}
         sequence = {c: None for c in sequence if c not in counting}
-    gradients = gradients_of(program, axes, batch) - dispatched | _stacked_terms(program, axes, replicas)
+    gradients = gradients_of(program, axes, batch, other_rows) - dispatched | _stacked_terms(program, axes, replicas)
     computed, joined = ({}, JoinedWeights()) if batch is None else computed_weights(axes, inputs, has_batch, gradients)
     decoded = decoded_weights(axes, parameters, computed, has_batch, gradients) if batch is not None else frozenset()
     if batch in use.attended and _has_one_row(axes, inputs, batch, max(single_rows, 1)):
@@ -222,6 +238,7 @@ def find_roles(
         separate_layers=stages is not None and any(op.name in TO_STAGES for op in program.ops()),
         gathers_once=any(op.name == gather_p.name for op in program.ops()),
         row=row,
+        other_rows=other_rows,
     )
 
 

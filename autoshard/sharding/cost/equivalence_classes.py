@@ -20,6 +20,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.axes.stored_values import may_be_stored, sources_of
+from autoshard.sharding.axes.weights.joined_sums import joined_sums
 from autoshard.sharding.cost.fusion import Fusion, Kernel
 from autoshard.sharding.layout.operator_sharding import transfer_bytes
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
@@ -143,7 +144,8 @@ class OperatorClass:
         numbers: their numbers, counted as in `Program.ops`.
         shared: for each operand, the values that the operators take there.
         reducing: the numbers of the operators at which the results are reduced: their own, or those after a loop
-            that sums the results (`Roles.loop_sums`).
+            that sums the results (`Roles.loop_sums`). Of scatters that are added, the last one reduces the sum
+            (`axes.weights.joined_sums`).
     """
 
     op: Op
@@ -154,8 +156,8 @@ class OperatorClass:
     reducing: list[int] = field(default_factory=list)
     _facts: Facts | None = field(default=None, init=False, repr=False)
 
-    def facts(self, axes: LogicalAxes, fusion: Fusion) -> Facts:
-        """What all layouts have in common; `axes` and `fusion` are those of the program."""
+    def facts(self, axes: LogicalAxes, roles: Roles, fusion: Fusion) -> Facts:
+        """What all layouts have in common; `axes`, `roles` and `fusion` are those of the program."""
         if self._facts is None:
             kernel, avals = self.kernel, axes.program.avals
             memory = [
@@ -163,7 +165,7 @@ class OperatorClass:
                  fusion.narrow.get(v, 1.0), fusion.on_chip.get(v, 0.0))
                 for v in ((*kernel.reads, *kernel.writes) if kernel else ())
             ]  # fmt: skip
-            self._facts = Facts(transfer_bytes(axes, self.op), memory)
+            self._facts = Facts(transfer_bytes(axes, roles, self.op), memory)
         return self._facts
 
     @property
@@ -179,7 +181,7 @@ class OperatorClass:
     @cached_property
     def reduced_at(self) -> np.ndarray:
         """`reducing` as an array; `members` itself if the operators reduce their results themselves."""
-        return self.members if self.reducing == self.numbers else np.array(self.reducing)
+        return self.members if self.reducing == self.numbers else np.array(self.reducing, int)
 
     @cached_property
     def line(self) -> str:
@@ -240,6 +242,7 @@ def operator_classes(
     class_of.append(-1)  # of literals, which have the number -1
     merged = merged_values(axes.program)
     after_loop = {op.results[0]: number for number, (op, _) in enumerate(ops) if op.name == after_loop_p.name}
+    added = {id(op) for found in joined_sums(axes, roles.rows) for op in found.scatters[:-1]}
     for number, (op, _) in enumerate(ops):
         if op.rule is None or (merged and op.results and merged.keys() >= {*op.results}):
             continue
@@ -255,7 +258,9 @@ def operator_classes(
             found = classes[key] = OperatorClass(op, kernel)
         found.runs += op.trips
         found.numbers.append(number)
-        found.reducing.append(after_loop.get(roles.loop_sums.get(op.results[0], -1), number) if op.results else number)
+        if id(op) not in added:
+            of_loop = roles.loop_sums.get(op.results[0], -1) if op.results else -1
+            found.reducing.append(after_loop.get(of_loop, number))
     priced = [each for each in classes.values() if _may_cost(each, axes, roles)]
     _note_shared(priced, ops, axes, roles, merged)
     return priced
@@ -311,7 +316,7 @@ def moves_operands(op: Op, axes: LogicalAxes, roles: Roles) -> bool:
     moving = roles.decoded_weights, roles.rearranged_weights, roles.joined.joins
     if any(v in weights for v in op.results for weights in moving):
         return True
-    return any(roles.batch in dim for v in op.results for dim in axes.of_value[v])
+    return any([roles.have_rows(axes.of_value[v]) for v in op.results])
 
 
 def _stays(value: int, op: Op, axes: LogicalAxes, roles: Roles) -> bool:
@@ -322,7 +327,7 @@ def _stays(value: int, op: Op, axes: LogicalAxes, roles: Roles) -> bool:
         return False
     after = axes.of_value[op.results[0]]
     classes = [c for dim in after for c in dim]
-    return sorted(axes.of_value[value]) == sorted(after) and roles.batch in classes and len({*classes}) == len(classes)
+    return sorted(axes.of_value[value]) == sorted(after) and roles.have_rows(after) and len({*classes}) == len(classes)
 
 
 def ops_with_scopes(block: Block, number: int = 0, counter: Iterator[int] | None = None) -> Iterator[tuple[Op, int]]:

@@ -169,10 +169,10 @@ class MemoryModel:
 
     def _is_delayed(self, op: Op) -> bool:
         """Whether an operator is a product that sums over the batch, such as the gradient of a parameter."""
-        batch, of_value = self.roles.batch, self.axes.of_value
-        if op.name not in CONTRACTIONS or any(batch in dim for dim in of_value[op.results[0]]):
+        have_rows, of_value = self.roles.have_rows, self.axes.of_value
+        if op.name not in CONTRACTIONS or have_rows(of_value[op.results[0]]):
             return False
-        return all(v >= 0 and any(batch in dim for dim in of_value[v]) for v in op.operands[:2])
+        return all(v >= 0 and have_rows(of_value[v]) for v in op.operands[:2])
 
     def _scan(self, block: Block, written: Sequence[bool], birth: list[int], death: list[int]) -> int:
         """Find the live ranges of the values of a block, and set `birth` and `death`.
@@ -262,9 +262,9 @@ class MemoryModel:
             `activation`: values with the batch, in use or kept for the backward pass; `gradient`: sums over the batch;
             `temporary`: the rest, such as gathered or cast parameters and sums that are still to be scattered.
         """
-        batch, found = self.roles.batch, {"activation": 0.0, "gradient": 0.0}
+        found = {"activation": 0.0, "gradient": 0.0}
         for v, size in self.at_peak(layout, buffers):
-            if any(batch in dim for dim in self.axes.of_value[v]):
+            if self.roles.have_rows(self.axes.of_value[v]):
                 found["activation"] += size
             elif v in self.roles.gradients:
                 found["gradient"] += size
@@ -306,7 +306,7 @@ class MemoryModel:
         """Return the bytes of a value on one device as a fraction of the whole, with padding."""
         spec, shape = self._spec_function(value)(layout, value), self.axes.program.avals[value].shape
         fraction = 1 / shard_count(spec, layout.mesh)
-        if not self.is_tiled or not any(self.roles.batch in dim for dim in self.axes.of_value[value]):
+        if not self.is_tiled or not self.roles.have_rows(self.axes.of_value[value]):
             return fraction  # XLA may merge the dimensions of weights
         if any(not axes and n % TPU_LANES == 0 for n, axes in zip(shape, spec, strict=True)):
             return fraction

@@ -110,15 +110,16 @@ def is_stored_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> b
 
 
 def is_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
-    """Whether the result of an operator lacks the batch, or the replicas, that one of its operands has."""
-    return any(lacks_axis(axes, axis, op, value) for axis in (roles.batch, roles.replicas))
+    """Whether the result of an operator has no rows, or no replicas, and one of its operands has."""
+    replicas = frozenset() if roles.replicas is None else frozenset({roles.replicas})
+    return any(lacks_axes(axes, some, op, value) for some in (roles.rows, replicas))
 
 
-def lacks_axis(axes: LogicalAxes, axis: int | None, op: Op, value: int) -> bool:
-    """Whether the result of an operator lacks an axis that one of its operands has."""
-    if axis is None or any(axis in dim for dim in axes.of_value[value]):
+def lacks_axes(axes: LogicalAxes, some: frozenset[int], op: Op, value: int) -> bool:
+    """Whether the result of an operator has none of some axes, and one of its operands has one."""
+    if not some or any(not some.isdisjoint(dim) for dim in axes.of_value[value]):
         return False
-    return any(v >= 0 and any(axis in dim for dim in axes.of_value[v]) for v in op.operands)
+    return any(v >= 0 and any(not some.isdisjoint(dim) for dim in axes.of_value[v]) for v in op.operands)
 
 
 def gradient_spec_of(layout: Layout, value: int) -> Spec:
@@ -174,7 +175,7 @@ def state_gathers(layout: Layout, updated: Iterable[int]) -> list[StateGather]:
 def strategy_in_layout(layout: Layout, op: Op, prices: LinkPrices) -> OperatorStrategy:
     """The strategy of a decision point under a layout; `prices`: see `choose_strategy`."""
     operands = [operand_spec(layout, v) if v >= 0 else () for v in op.operands]
-    results, moved = [result_spec(layout, op, v) for v in op.results], transfer_bytes(layout.axes, op)
+    results, moved = [result_spec(layout, op, v) for v in op.results], transfer_bytes(layout.axes, layout.roles, op)
     return strategy_for_specs(
         op, operands, results, moved, layout.mesh, prices, layout.sequence, is_loop_term(layout.roles.loop_sums, op)
     )
@@ -188,11 +189,12 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
     users after two constraints in a row, see its `apply_sharding_constraints.cc`.) In a loop, XLA then reshards whole
     stacks in each iteration, before it takes a slice.
 
-    Sums are constrained before they are reduced (`reduce_after_loop`), and two kinds of activations. The constrained
+    Sums are constrained before they are reduced (`reduce_after_loop`), and three kinds of activations. The constrained
     value replaces the value in the rest of its block.
 
         activations that need a mesh axis on another dimension
         inputs of a loop's body that are resharded
+        rows of the data that others refer to (`Roles.other_rows`), if they stay sharded along another dimension
 
     Args:
         layout: the layout.
@@ -203,21 +205,22 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
     if not is_decision_point(op) or op.name in REDUCTIONS:
         return {}
     chosen, inputs = strategy_in_layout(layout, op, prices), block.inputs if block.loop else ()
-    found = {}
+    is_sum, of_rows, found = op.name == after_loop_p.name, op.name == "gather" and layout.roles.other_rows, {}
     for i, (v, dims) in enumerate(zip(op.operands, chosen.rule(op).operands, strict=True)):
         if v >= 0 and v not in layout.aliased_inputs and v not in layout.roles.inputs:
             spec, wanted = operand_spec(layout, v), chosen.spec(dims)
-            if moves_axis(spec, wanted) or (spec != wanted and (v in inputs or op.name == after_loop_p.name)):
+            if moves_axis(spec, wanted) or (spec != wanted and (v in inputs or is_sum or (of_rows and any(wanted)))):
                 found[i] = spec
     return found
 
 
-def transfer_bytes(axes: LogicalAxes, op: Op) -> list[float]:
+def transfer_bytes(axes: LogicalAxes, roles: Roles, op: Op) -> list[float]:
     """Bytes of each operand as a collective moves it: a parameter in its transfer type (`LogicalAxes`).
 
-    Of a stack of layers, it moves one layer.
+    Of a stack of layers, it moves one layer. In a program with `Roles.other_rows`, it moves no repeated constant.
     """
-    sizes = [float(nbytes(v.aval)) for v in op.eqn.invars]
+    filled = axes.program.filled if roles.other_rows else ()  # plans of other programs were not compiled with this
+    sizes = [0.0 if n in filled else float(nbytes(v.aval)) for n, v in zip(op.operands, op.eqn.invars, strict=True)]
     if is_declared(op) and (stacks := layer_stacks(op.eqn.params["fn"])) is not None:
         assert op.rule is not None
         for i, dims in enumerate(op.rule.operands):

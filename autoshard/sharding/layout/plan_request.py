@@ -3,7 +3,7 @@
 Words of a strategy, such as `fsdp:8 tp:4 seq`:
 
     pp:N      layers over N groups of devices, the stages of a pipeline
-    dp:N      batch over N devices, state replicated
+    dp:N      batch over N devices, state replicated. Edges and nodes of a graph are both rows of the batch
     zero1:N   dp, and optimizer state over N devices
     fsdp:N    dp, and parameters and optimizer state over N devices (ZeRO-3)
     tp:N      heads, ffn, vocab, ... over N devices
@@ -200,14 +200,14 @@ def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ..
     if roles.replicas is not None and kind in kinds_of_replicas(roles):
         return (roles.replicas,)
     if kind in ("dp", "zero1", "fsdp"):
-        return () if roles.batch is None else (roles.batch, *roles.dispatched_rows)
+        return () if roles.batch is None else (roles.batch, *roles.dispatched_rows, *roles.other_rows)
     if kind == "pp":
         return _for_stages(roles)
     if kind in CONTEXT:
         return roles.context
     if kind == "ep":
-        with_batch = roles.experts and roles.batch is not None
-        return (*roles.experts, *roles.routers, roles.batch) if with_batch else roles.experts
+        of_batch = () if roles.batch is None else (*roles.routers, roles.batch, *roles.other_rows)
+        return (*roles.experts, *of_batch) if roles.experts else ()
     listed = tuple(c for c in roles.parallel if c not in roles.experts)
     return listed + (roles.sequence if "seq" in flags else ())
 
@@ -259,7 +259,8 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
 
     Unless the mesh is fixed, a mesh axis is split if one of its logical axes is divisible only by a part of it, such as
     two key-value heads over four devices: `tp` becomes `tp` and `tp_1`. It is not split if earlier logical axes occur
-    in all values of that axis and use the whole mesh axis, such as eight key-value heads over eight devices.
+    in all values of that axis and use the whole mesh axis, such as eight key-value heads over eight devices. Nor is it
+    split for other rows than the batch.
 
     The parts of `ulysses` are in reverse order. Its last part shards key-value heads and is minor on the sequence. So
     an all-to-all over this part comes first and makes the keys smaller. Then the other parts gather them.
@@ -273,7 +274,7 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
     for axis, size in requested.sizes.items():
         kind = requested.kinds[axis]
         classes = classes_for(kind, roles, requested.flags)
-        usable = usable_devices(axes, classes, size)
+        usable = usable_devices(axes, [c for c in classes if c not in roles.other_rows], size)
         if way_of(kind) == ULYSSES:
             usable += usable_heads(axes, size, requested.taking_heads)
         parts = (

@@ -36,6 +36,7 @@ from autoshard.sharding.lower.gathers.gather_order import GatherOrder
 from autoshard.sharding.lower.gathers.operand_gathers import gathered_operands
 from autoshard.sharding.lower.gathers.prefetched_layers import LayerPrefetch
 from autoshard.sharding.lower.gathers.prefetched_scan import early_gathers, prefetched_scan
+from autoshard.sharding.lower.gathers.scattered_rows import ScatteredRows
 from autoshard.sharding.lower.layer_exchange import exchanged_layers
 from autoshard.sharding.lower.merged_rows import reshaped_rows
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, on_shards, scope
@@ -82,6 +83,7 @@ class Lowering:
         self.held: dict[Gather, Any] = {}  # the parameters that are gathered already, in the code that is lowered now
         self.overlap = overlap
         self.modules = ModuleCollectives(layout, mesh, overlap) if overlap is not None else None
+        self.rows = ScatteredRows(self)
         self.constraints = 0
         self._reversed: dict[int, tuple[Op, Any]] = {}  # reversed parameter -> its `rev` operator, and the operand
 
@@ -133,12 +135,14 @@ class Lowering:
             return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
         for op in block.ops:
+            if self.rows.waits(op):
+                continue
             if self.layers is not None:
                 self.layers.before(op)
             with _compat.source_of(op.eqn):
                 for i, spec in pinned_operands(self.layout, op, block, self.link_prices).items():
                     env[op.eqn.invars[i]] = self.constrain(read(op.eqn.invars[i]), spec)
-                results = self.op(op, [read(a) for a in op.eqn.invars])
+                results = self.rows(op, read) or self.op(op, [read(a) for a in op.eqn.invars])
             if self.layers is not None:
                 self.layers.after(op, results)
             env.update(zip(op.eqn.outvars, results, strict=True))
@@ -163,13 +167,12 @@ class Lowering:
             return self.constrain_like_parameter(op, results)
         chosen = strategy_in_layout(self.layout, op, self.link_prices)
         wants = [written_spec(self.layout, op, v) for v in op.results]
+        specs = [*map(chosen.spec, chosen.rule(op).operands)]
         if self.held and op.name not in REDUCTIONS:
-            operands = zip(args, op.operands, chosen.rule(op).operands, strict=True)
-            args = [self.held.get(Gather(v, chosen.spec(d)), x) for x, v, d in operands]
+            args = [self.held.get(Gather(v, s), x) for x, v, s in zip(args, op.operands, specs, strict=True)]
         if self.order is None or op.name in REDUCTIONS:
             return self.decision_point(op, args, chosen, wants)
-        operands = zip(op.operands, chosen.rule(op).operands, strict=True)
-        gathered = [self.is_gather(v, chosen.spec(d)) for v, d in operands]
+        gathered = [self.is_gather(v, s) for v, s in zip(op.operands, specs, strict=True)]
         args = [
             self.order.after_last_but_one(x, operand_spec(self.layout, v)) if gather else x
             for x, v, gather in zip(args, op.operands, gathered, strict=True)
@@ -181,10 +184,9 @@ class Lowering:
 
     def cast(self, before: Any, after: Any) -> None:
         """Let gathers that wait for a result wait for its cast instead (`GatherOrder.cast`)."""
-        if self.order is not None:
-            self.order.cast(before, after)
-        if self.layers is not None:
-            self.layers.cast(before, after)
+        for waiting in (self.order, self.layers):
+            if waiting is not None:
+                waiting.cast(before, after)
 
     def is_gather(self, value: int, spec: Spec) -> bool:
         """Whether an operand that needs this sharding is a parameter that is stored in another one."""
@@ -237,7 +239,7 @@ class Lowering:
         if is_declared(op):
             stored = [operand_spec(self.layout, v) if v >= 0 else () for v in op.operands]
             return run_declared(op, chosen, self.mesh, stored, wants, args, self.constrain)
-        if runs_on_shards(op, chosen, self.layout.mesh):
+        if runs_on_shards(op, chosen, self.layout.mesh) or self.rows.reduces(op, chosen):
             return on_shards(self.layout, self.mesh, op, chosen, wants, args)
         if (layers := exchanged_layers(self.layout, op, chosen, args, wants, self.constrain)) is not None:
             return layers
@@ -297,10 +299,10 @@ class Lowering:
     def nested(self, op: Op, args: list[Any]) -> list[Any]:
         """Return the results of control flow or of a call."""
         params, name = op.eqn.params, op.name
-        if name == "scan":
-            return self.scan(op, args)
-        if name == "while":
-            return self.loop(op, args)
+        if (
+            written := {"scan": self.scan, "while": self.loop, "custom_linear_solve": self.solve}.get(name)
+        ) is not None:
+            return written(op, args)
         if name == "cond":
             return lax.switch(args[0], [self.function(b) for b in op.blocks], *args[1:])
         if name == "jit":
@@ -308,8 +310,6 @@ class Lowering:
             return list(map(self.with_user_sharding, self.block(op.blocks[0], args), params["out_shardings"]))
         if name in ("call", "closed_call", "eval_jaxpr"):
             return self.block(op.blocks[0], args)
-        if name == "custom_linear_solve":
-            return self.solve(op, args)
         if name == "call_hi_primitive":
             return list(_compat.with_derivative_of(op.eqn, self.function(op.blocks[0]))(*args))
         inner = op.blocks[0]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
-from autoshard.sharding.layout.operator_sharding import is_gradient, lacks_axis
+from autoshard.sharding.layout.operator_sharding import is_gradient, lacks_axes
 from autoshard.sharding.program.array_sizes import is_float
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.ir.program import Op
@@ -59,7 +59,7 @@ class GradientSums:
                 if value in self.scalars and not is_gradient(self.axes, self.roles, op, value):
                     continue  # the norm of gradients
                 yield op, value
-                if lacks_axis(self.axes, self.roles.batch, op, value):
+                if lacks_axes(self.axes, self.roles.rows, op, value):
                     continue
             further = [v for v in (*self.inner[value], *operands) if v in self.roles.gradients
                        or (within_replicas and self._is_of_replicas(v))]  # fmt: skip

@@ -74,12 +74,12 @@ def activations(
 
 def _value_classes(memory: MemoryModel, class_of: Mapping[int, int]) -> dict[int, _ValueClass]:
     """The equivalence classes of activations and gradients, in the order in which the program computes them."""
-    program, batch, gradients = memory.axes.program, memory.roles.batch, memory.roles.gradients
+    program, have_rows, gradients = memory.axes.program, memory.roles.have_rows, memory.roles.gradients
     kept = set(memory.keep.tolist())
     found: dict[int, _ValueClass] = {}
     for op in program.ops():
         for v in op.results:
-            if v not in kept or not (v in gradients or any(batch in dim for dim in memory.axes.of_value[v])):
+            if v not in kept or not (v in gradients or have_rows(memory.axes.of_value[v])):
                 continue
             value_class = found.setdefault(class_of[v], _ValueClass(v))
             value_class.count += op.trips

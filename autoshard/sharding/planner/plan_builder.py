@@ -234,12 +234,11 @@ def output_specs(
         typed: index of a result -> the sharding in its type, which the plan follows (`followed_types`).
     """
     stored_as = {o: i for i, o in state} | {v: v for v in program.inputs}
-    batch = layout.roles.batch
 
     def one(v: int) -> Spec:
         if v in stored_as:
             return layout.stored_spec(stored_as[v])
-        if any(batch in dim for dim in layout.axes.of_value[v]):
+        if layout.roles.have_rows(layout.axes.of_value[v]):
             return layout.spec(v)
         return layout.gradient_spec(v) or layout.spec(v)  # derived from state, so stored like state: gradients, moments
 

@@ -74,5 +74,4 @@ def _touches(op: Any, source: int, slices: set[Any], axes: Any, is_parameter: bo
 
 
 def _is_gradient(op: Any, layout: Any) -> bool:
-    batch, of_value = layout.roles.batch, layout.axes.of_value
-    return any(v >= 0 and any(batch in dim for dim in of_value[v]) for v in op.operands)
+    return any(v >= 0 and layout.roles.have_rows(layout.axes.of_value[v]) for v in op.operands)

@@ -4,9 +4,10 @@
     subject to peak_bytes(layout) <= limit   cost.MemoryModel
 
 Candidates are the known plans for the number of devices (`known_plans`). On a given mesh, they are all assignments of
-kinds of parallelism to its axes (`on_mesh`). For those that shard sequences, other ways of attention are tried
-(`sequence_ways`). The state of the best of them is spread in other ways (`state_spread`), and the best are changed word
-by word (`local_search`). Ties go to the first candidate. The names of axes and parameters do not matter.
+kinds of parallelism to its axes (`on_mesh`). Other rows than the batch may be spread over fewer devices (`row_spread`).
+For plans that shard sequences, other ways of attention are tried (`sequence_ways`). The state of the best plans is
+spread in other ways (`state_spread`), and the best are changed word by word (`local_search`). Ties go to the first
+candidate. The names of axes and parameters do not matter.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, IDLE_SPEEDU
 from autoshard.sharding.search.known_plans import known_plans
 from autoshard.sharding.search.local_search import hill_climb
 from autoshard.sharding.search.pipeline_floors import check_in_time
+from autoshard.sharding.search.row_spread import row_spreads
 from autoshard.sharding.search.sequence_ways import sequence_ways
 from autoshard.sharding.search.state_spread import spread_better
 from autoshard.sharding.search.time_floors import price_promising
@@ -178,7 +180,9 @@ def distinct_layouts(layouts: Iterable[tuple[str, Layout]]) -> list[tuple[str, L
 def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple[str, Layout]]:
     stages = 1 if roles.stages is None else axes.sizes[roles.stages]
     replicas = 1 if roles.replicas is None else axes.sizes[roles.replicas]
-    for plan in list(known_plans(roles, devices, stages, replicas)) or [request({"dp": devices})]:
+    known = list(known_plans(roles, devices, stages, replicas)) or [request({"dp": devices})]
+    varied = [other for plan in known for other in row_spreads(axes, roles, plan)]
+    for plan in [*known, *varied]:
         yield str(plan), layout_of(axes, roles, plan)
 
 
@@ -196,4 +200,5 @@ def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterabl
         sequences = [[], ["seq"]] if "tp" in kinds and roles.sequence else [[]]
         for flags in [[*seq, *state] for seq in sequences for state in ([], ["state"])]:
             plan = Request(mesh, dict(zip(mesh, kinds, strict=True)), frozenset(flags), fixed_mesh=True)
-            yield str(plan), layout_of(axes, roles, plan)
+            for one in (plan, *row_spreads(axes, roles, plan)):
+                yield str(one), layout_of(axes, roles, one)

@@ -129,6 +129,13 @@ class Program:
     def _ops(self) -> list[Op]:
         return list(walk(self.block))
 
+    @cached_property
+    def filled(self) -> frozenset[int]:
+        """The values that are one constant, repeated, such as zeros. Each device can compute them in any sharding."""
+        return frozenset(
+            op.results[0] for op in self.ops() if op.name == "broadcast_in_dim" and all(v < 0 for v in op.operands)
+        )
+
     def constants(self) -> list[Any]:
         """The arrays that the program captures, in nested jaxprs too, each once."""
         blocks = (self.block, *(inner for op in self.ops() for inner in op.blocks))

@@ -35,16 +35,16 @@ def arguments():
     return state, nodes, edges, *ends, wanted
 
 
-def constraints(fn, *args):
+def constraints(fn, *args, words="fsdp:8"):
     """The sharding constraints in a lowered program that make rows of `WIDTH` elements whole."""
-    text = autoshard.auto_shard(fn, plan="fsdp:8").lower(*args).as_text()
+    text = autoshard.auto_shard(fn, plan=words).lower(*args).as_text()
     whole = f"[{{}}, {{}}]> : tensor<1x{WIDTH}xf32>"
     return [line for line in text.splitlines() if "sharding_constraint" in line and whole in line]
 
 
 def test_a_parameter_does_not_shard_what_the_plan_replicates():
     """No dimension of the nodes is sharded over `fsdp`, so XLA would shard them like the stored scale and bias."""
-    assert len(constraints(step, *arguments())) == 3  # the backward pass uses the scale, too
+    assert len(constraints(step, *arguments(), words="fsdp:8 fsdp-nodes")) == 3  # the backward pass uses the scale, too
 
 
 def test_a_parameter_beside_sharded_rows_has_no_constraint():
@@ -60,7 +60,7 @@ def test_a_parameter_beside_sharded_rows_has_no_constraint():
     assert not constraints(descent, state, jnp.ones((EDGES, WIDTH)))
 
 
-@pytest.mark.parametrize("words", ["fsdp:8", "dp:2 fsdp:4", "fsdp:4 tp:2"])
+@pytest.mark.parametrize("words", ["fsdp:8", "dp:2 fsdp:4", "fsdp:4 tp:2", "dp:2 fsdp:4 dp-nodes fsdp-nodes"])
 def test_results_are_those_of_one_device(words):
     args = arguments()
     wanted = jax.jit(step)(*args)

@@ -45,7 +45,7 @@ class ThinAxes:
 
         def of_activation(v: int) -> set[int] | None:
             own = found[axes.of_value[v]] if v >= 0 else set()
-            return own if v in roles.row or roles.batch in own else None
+            return own if v in roles.row or not roles.rows.isdisjoint(own) else None
 
         has_thin = [bool(thin) and not thin.isdisjoint(found[dims]) for dims in axes.of_value]
         has_thin.append(False)  # of literals, which have the number -1

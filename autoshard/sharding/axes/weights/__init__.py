@@ -1,1 +1,1 @@
-"""Weights: which of their axes tensor parallelism shards, and which weights are computed from parameters."""
+"""Weights: which axes tensor parallelism shards, which weights are computed, and sums such as those of gradients."""

@@ -1,22 +1,31 @@
-"""Gradients: values without the batch that are computed from values with it."""
+"""Gradients: values without rows of the batch that are computed from values with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.spmdrules.ir.program import Program
 
 
-def gradients_of(program: Program, axes: LogicalAxes, batch: int | None) -> frozenset[int]:
+def gradients_of(
+    program: Program, axes: LogicalAxes, batch: int | None, other_rows: Collection[int] = ()
+) -> frozenset[int]:
     """Return the gradients, and the updated moments and parameters.
 
     These are the arrays without the batch that depend on an array with the batch. If a carry is such an array after a
     loop, as accumulated gradients are, it counts as one at the start of each iteration, too.
+
+    Args:
+        program: the program.
+        axes: its logical axes.
+        batch: the batch, if there is one.
+        other_rows: axes that count as the batch, see `Roles`.
     """
     if batch is None:
         return frozenset()
-    of_leaves = {leaves: any(batch in dim for dim in leaves) for leaves in set(axes.of_value)}
+    rows = {batch, *other_rows}
+    of_leaves = {leaves: any([not rows.isdisjoint(dim) for dim in leaves]) for leaves in set(axes.of_value)}
     has_batch = [of_leaves[leaves] for leaves in axes.of_value]
     inputs, found, before = set(program.inputs), set(), -1
     reached = [*has_batch, False]  # has the batch or is found; the last one is for literals, which have the number -1

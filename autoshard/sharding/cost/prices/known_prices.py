@@ -79,7 +79,7 @@ class KnownPrices:
             return None
         arrays = (*op.operands, *op.results)
         position = {v: n for n, v in enumerate(arrays) if v >= 0}
-        facts = op_class.facts(axes, self.fusion)
+        facts = op_class.facts(axes, self.roles, self.fusion)
         types = [(v.aval.shape, v.aval.dtype) for v in (*op.eqn.invars, *op.eqn.outvars)]
         is_literal = tuple([v < 0 for v in arrays])
         key = (
@@ -97,12 +97,12 @@ class KnownPrices:
         return found[0]
 
     def _logical_axes(self, arrays: tuple[int, ...]) -> Any:
-        """Return the logical axes of some values, numbered by their first occurrence; their sizes; and the batch."""
+        """Return the logical axes of some values, numbered by their first occurrence; their sizes; those of rows."""
         number: dict[int, int] = {}
         of_value = [self.axes.of_value[v] if v >= 0 else None for v in arrays]
         dims = [
             leaves and tuple(tuple(number.setdefault(c, len(number)) for c in dim) for dim in leaves)
             for leaves in of_value
         ]
-        batch = None if self.roles.batch is None else number.get(self.roles.batch)
-        return tuple(dims), tuple(self.axes.sizes[c] for c in number), batch
+        rows = tuple(n for c, n in number.items() if c in self.roles.rows)
+        return tuple(dims), tuple(self.axes.sizes[c] for c in number), rows

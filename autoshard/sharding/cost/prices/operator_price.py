@@ -88,7 +88,7 @@ class OperatorPrices:
             specs: the shardings of its operands, of its results, and of what its kernel reads and writes.
             sequence: see `Layout.sequence`.
         """
-        op, chip, facts = op_class.op, self.target.chip, op_class.facts(self.axes, self.fusion)
+        op, chip, facts = op_class.op, self.target.chip, op_class.facts(self.axes, self.roles, self.fusion)
         known = self._known_of(op)
         count, arrays = len(op.operands), len(op.operands) + len(op.results)
         operands, results, memory = specs[:count], specs[count:arrays], specs[arrays:]
@@ -133,7 +133,7 @@ class OperatorPrices:
         exception is attention that can run over a sharded sequence: sharding does not reduce its total work.
         """
         op = op_class.op
-        known, facts = self._known_of(op), op_class.facts(self.axes, self.fusion)
+        known, facts = self._known_of(op), op_class.facts(self.axes, self.roles, self.fusion)
         if known.is_declared:
             types = [v.aval for v in op.eqn.invars]
             costs = declared_costs(op.eqn, types) if sequence_forms_of(op.eqn.params, types) is not None else ()

@@ -1,1 +1,1 @@
-"""The order in which stored parameters are gathered: `gather=`."""
+"""Gathers of stored parameters and their order (`gather=`), and sums of rows that are scattered."""
