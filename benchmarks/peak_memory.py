@@ -7,9 +7,8 @@ Each row is a program (one of `plain_models.py`, or a workload with few layers),
 device is needed. The columns are GiB of one device:
 
     predicted   the plan's estimate
-    compiled    the compiler's own peak, by which it decides whether the program fits; else arguments + temporaries.
-                For a program with values on the host, the size of the device's memory space in the compiler's report,
-                because the compiler's peak also counts the host's memory
+    compiled    the compiler's own peak, else arguments + temporaries. For a program with values on the host, the size
+                of the device's memory space, because the compiler's peak can be that of the host's memory
     upper       arguments + temporaries + results outside of donated memory. Not all temporaries are alive at once
 
 `--buffers` also prints the temporaries at the peak, by the estimate and by the compiler.
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -150,21 +148,15 @@ def measured(program: str, remat: str, words: str, target: str, buffers: bool, c
         print("estimate's temporaries at the peak:\n" + _estimated(planned))
     if not compiles:
         return Row(**head, kind="", compiled={}, peak=0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        before = os.environ.get("XLA_FLAGS", "")
-        dumps = buffers or planned.estimate.host_traffic_bytes > 0
-        if dumps:  # the flags are a part of the cache's key
-            os.environ["XLA_FLAGS"] = f"{before} --xla_dump_to={folder} --xla_dump_hlo_as_text"
-        found = compile_job(
-            export_plan(bound_or_error(planned.bound).executable), cache=Path(folder) if dumps else None
-        )
-        os.environ["XLA_FLAGS"] = before
-        if buffers:
-            print("compiler's buffers at the peak:\n" + _compiled(Path(folder)))
-        needed = _device_bytes(Path(folder)) if dumps else None
-    kinds = ("argument", "temp", "output", "alias", "peak")
-    compiled = {kind: float(found.memory[kind]) for kind in kinds} if found.memory else {}
-    return Row(**head, kind=found.kind, compiled=compiled, peak=float(needed or found.peak_bytes or 0.0))
+    with tempfile.TemporaryDirectory() as scratch:
+        dump = Path(scratch) / "dump" if buffers else None  # a cached program is not dumped
+        job = export_plan(bound_or_error(planned.bound).executable)
+        found = compile_job(job, cache=Path(scratch) if buffers else None, dump=dump)
+        if dump is not None:
+            print("compiler's buffers at the peak:\n" + _compiled(dump))
+    kinds = ("argument", "temp", "output", "alias", "peak", "device")
+    compiled = {kind: float(found.memory[kind]) for kind in kinds if kind in found.memory}
+    return Row(**head, kind=found.kind, compiled=compiled, peak=float(found.peak_bytes or 0.0))
 
 
 def _estimated(planned: Any) -> str:
@@ -199,14 +191,6 @@ def _compiled(folder: Path) -> str:
     peak = text.split("(peak):")[-1].split("Stack trace")[0]
     lines = re.findall(r"([\w.-]+)\{[\d,]*\}: (\d+) bytes", peak)[: 2 * SHOWN]
     return "\n".join(f"{int(size) / 2**20:10.1f} MiB  {shapes.get(name, '')} {name}" for name, size in lines)
-
-
-def _device_bytes(folder: Path) -> int | None:
-    """Return the size of the device's memory space from the compiler's dump; None if the dump contains no report."""
-    for report in folder.glob("**/*memory-usage-report.txt"):
-        if found := re.search(r"^Memory Space: default.*\nTotal bytes: (\d+)", report.read_text(), re.MULTILINE):
-            return int(found[1])
-    return None
 
 
 def main() -> None:

@@ -24,11 +24,3 @@ def test_a_row_adds_up_memory_by_kind():
     row = peak_memory.Row("a", "full", "fsdp:8", "v5e:2x4", "ok", {"parameter": 4.0, "temporary": 3.5}, compiled, 7.0)
     assert (row.total, row.upper) == (7.5, 8.0)
     assert " 1.07 " in row.text()
-
-
-def test_the_size_of_the_devices_memory_space(tmp_path):
-    report = "Memory Space: {} (color={})\nTotal bytes: {} (1.00GiB)\n  cumulative_size; size\n"
-    text = report.format("vmem", 1, 7) + report.format("default", 0, 14559376224) + report.format("cmem", 5, 9)
-    assert peak_memory._device_bytes(tmp_path) is None
-    (tmp_path / "m.after_optimizations-memory-usage-report.txt").write_text(text)
-    assert peak_memory._device_bytes(tmp_path) == 14559376224
