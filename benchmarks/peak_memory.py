@@ -1,7 +1,10 @@
 """Compare the predicted peak memory with that of compiled programs, and show what both consist of.
 
-    python benchmarks/peak_memory.py                              every row; its result is stored
+    python benchmarks/peak_memory.py                              every row
     python benchmarks/peak_memory.py plain-gpt v5e --buffers      rows whose name contains all words, with the buffers
+    python benchmarks/peak_memory.py --show                       the stored rows
+
+Compiled rows are stored one by one in `results/peak_memory.json`, each in place of the earlier one of its name.
 
 Each row is a program (one of `plain_models.py`, or a workload with few layers), a remat policy, a plan and a target. No
 device is needed. The columns are GiB of one device:
@@ -38,6 +41,7 @@ from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_step
 
+FILE = RESULTS / "peak_memory.json"
 GiB = 2**30
 SHOWN = 12
 # A workload with few layers: name -> (workload, batch size, changes of its config).
@@ -48,6 +52,7 @@ OURS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "moe-2.4b": ("moe-2.4b", 32, {"layers": 4}),
     "vit-l16": ("vit-l16", 256, {"layers": 4}),
     "llama2-70b": ("llama2-70b", 32, {"layers": 8, "context": 4096, "attention": "auto"}),
+    "gpt3-175b": ("gpt3-175b", 48, {"layers": 4, "attention": "auto"}),
 }
 FSDP, TP, SEQ = "fsdp:8", "dp:4 tp:2", "tp:8 seq"
 # (program, remat, plan, targets)
@@ -71,6 +76,8 @@ CASES: Sequence[tuple[str, str, str, Sequence[str]]] = (
     ("vit-l16", "none", FSDP, ("v5e:2x4", "h100:1x8")),
     ("llama2-70b", "host:qkv", "fsdp:16", ("v6e:4x4",)),
     ("llama2-70b", "host:mlp_in keep:context", "fsdp:16", ("v6e:4x4",)),
+    ("gpt3-175b", "full", "fsdp:16", ("v6e:4x4",)),
+    ("gpt3-175b", "host:qkv+mlp_in", "fsdp:16", ("v6e:4x4",)),
 )
 
 
@@ -193,24 +200,40 @@ def _compiled(folder: Path) -> str:
     return "\n".join(f"{int(size) / 2**20:10.1f} MiB  {shapes.get(name, '')} {name}" for name, size in lines)
 
 
+def stored(file: Path = FILE) -> list[Row]:
+    """Return the stored rows."""
+    return [Row(**row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
+
+
+def store(row: Row, file: Path = FILE) -> None:
+    """Store a row in place of the earlier one of its name. Rows that are no case any more are left out."""
+    rows = {each.name: each for each in (*stored(file), row)}
+    names = [f"{program} {remat} {words} {target}" for program, remat, words, targets in CASES for target in targets]
+    kept = [asdict(rows[name]) for name in names if name in rows]
+    body = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": versions(), "rows": kept}
+    file.write_text(json.dumps(body, indent=1) + "\n")
+
+
 def main() -> None:
-    """Print the table, and store it if it is whole."""
+    """Compile, store and print rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only rows whose name contains all of these")
     parser.add_argument("--buffers", action="store_true", help="show the buffers at the peak")
     parser.add_argument("--predict", action="store_true", help="compile nothing")
+    parser.add_argument("--show", action="store_true", help="print the stored rows only")
     options = parser.parse_args()
-    rows = []
     print(HEAD)
+    if options.show:
+        print(*(row.text() for row in stored()), sep="\n")
+        return
     for program, remat, words, targets in CASES:
         for target in targets:
             name = f"{program} {remat} {words} {target}"
             if all(word in name for word in options.words):
-                rows.append(measured(program, remat, words, target, options.buffers, not options.predict))
-                print(rows[-1].text(), flush=True)
-    if not options.words and not options.predict:
-        body = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": versions(), "rows": [*map(asdict, rows)]}
-        (RESULTS / "peak_memory.json").write_text(json.dumps(body, indent=1) + "\n")
+                row = measured(program, remat, words, target, options.buffers, not options.predict)
+                print(row.text(), flush=True)
+                if not options.predict:
+                    store(row)
 
 
 if __name__ == "__main__":

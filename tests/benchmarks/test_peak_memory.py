@@ -24,3 +24,15 @@ def test_a_row_adds_up_memory_by_kind():
     row = peak_memory.Row("a", "full", "fsdp:8", "v5e:2x4", "ok", {"parameter": 4.0, "temporary": 3.5}, compiled, 7.0)
     assert (row.total, row.upper) == (7.5, 8.0)
     assert " 1.07 " in row.text()
+
+
+def test_a_stored_row_replaces_the_earlier_one_of_its_name(tmp_path):
+    def row(case, predicted):
+        program, remat, words, targets = case
+        return peak_memory.Row(program, remat, words, targets[0], "ok", {"parameter": predicted}, {}, 7.0)
+
+    file, (first, second, *_) = tmp_path / "rows.json", peak_memory.CASES
+    assert peak_memory.stored(file) == []
+    for each in (row(second, 1.0), row(first, 2.0), row(second, 3.0), row(("gone", "none", "dp:8", ("v5e:2x4",)), 4.0)):
+        peak_memory.store(each, file)
+    assert peak_memory.stored(file) == [row(first, 2.0), row(second, 3.0)]

@@ -91,9 +91,9 @@ def test_operands_stay_in_memory_until_then():
     assert gpu - cpu >= 0.9 * hidden
 
 
-def test_a_sum_waits_for_its_first_user_until_the_loops_in_between_end():
+def test_a_sum_waits_over_loops_for_its_first_user():
     def fn(x, dy, w):
-        early, late = x.T @ dy, jnp.cos(x).T @ dy
+        early, late, unused = x.T @ dy, jnp.cos(x).T @ dy, jnp.sin(x).T @ dy
         w = w - early
 
         def body(c, _):
@@ -101,12 +101,13 @@ def test_a_sum_waits_for_its_first_user_until_the_loops_in_between_end():
 
         c = jax.lax.scan(body, x, None, length=3)[0]
         c = jax.lax.scan(body, c, None, length=3)[0]
-        return c, w - late.astype("bfloat16").astype("float32")
+        return c, jnp.sinh(w) - late.astype("bfloat16").astype("float32"), unused
 
     program = build(jax.make_jaxpr(fn)(X, DY, W))
     ops, until = list(program.ops()), held_until(program)
-    early, late = (n for n, op in enumerate(ops) if program.avals[op.results[0]].shape == GRADIENT and op.name == DOT)
-    end = max(n for n, op in enumerate(ops) if op.name == "tanh")
-    assert until[early] == early < late < until[late] == end
-    others = [n for n in range(len(ops)) if ops[n].name in (DOT, "tanh") and n != late]
-    assert [until[n] for n in others] == others
+    products = [n for n, op in enumerate(ops) if op.name == DOT]
+    early, late, unused = (n for n in products if program.avals[ops[n].results[0]].shape == GRADIENT)
+    end, user = (max(n for n, op in enumerate(ops) if op.name == name) for name in ("tanh", "sub"))
+    assert (until[early], until[late], until[unused]) == (early, user, end)
+    others = [n for n in products if n not in (late, unused)]
+    assert len(others) == 5 and [until[n] for n in others] == others
