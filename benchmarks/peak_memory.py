@@ -206,7 +206,12 @@ def stored(file: Path = FILE) -> list[Row]:
 
 
 def store(row: Row, file: Path = FILE) -> None:
-    """Store a row in place of the earlier one of its name. Rows that are no case any more are left out."""
+    """Store a row in place of the earlier one of its name, unless the compiler was stopped or failed.
+
+    Rows that are no case any more are left out.
+    """
+    if row.kind not in ("ok", "oom"):
+        return
     rows = {each.name: each for each in (*stored(file), row)}
     names = [f"{program} {remat} {words} {target}" for program, remat, words, targets in CASES for target in targets]
     kept = [asdict(rows[name]) for name in names if name in rows]

@@ -27,12 +27,13 @@ def test_a_row_adds_up_memory_by_kind():
 
 
 def test_a_stored_row_replaces_the_earlier_one_of_its_name(tmp_path):
-    def row(case, predicted):
+    def row(case, predicted, kind="ok"):
         program, remat, words, targets = case
-        return peak_memory.Row(program, remat, words, targets[0], "ok", {"parameter": predicted}, {}, 7.0)
+        return peak_memory.Row(program, remat, words, targets[0], kind, {"parameter": predicted}, {}, 7.0)
 
     file, (first, second, *_) = tmp_path / "rows.json", peak_memory.CASES
     assert peak_memory.stored(file) == []
     for each in (row(second, 1.0), row(first, 2.0), row(second, 3.0), row(("gone", "none", "dp:8", ("v5e:2x4",)), 4.0)):
         peak_memory.store(each, file)
+    peak_memory.store(row(first, 5.0, "timeout"), file)
     assert peak_memory.stored(file) == [row(first, 2.0), row(second, 3.0)]
