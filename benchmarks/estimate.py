@@ -104,7 +104,8 @@ def estimate(
         places: the coordinates of each partition's device: (x, y, z, core) on a TPU, (slice, host, index) on a GPU. On
             several slices of TPUs (x, y, z, core, slice). XLA then compiles a module for one slice, which numbers the
             partitions of its slice in their order. By default row by row, with x (on a GPU the index) running fastest.
-        memory: the compiler's analysis, in bytes: `argument`, `temp`, `output`, `alias`, `peak`.
+        memory: the compiler's analysis, in bytes: `argument`, `temp`, `output`, `alias`, `peak`; and `device`, the size
+            of the device's memory space, for a program with values on the host: `peak` can be that of the host's memory
 
     Raises:
         ValueError: the program has more partitions than the target has devices.
@@ -130,6 +131,7 @@ def estimate(
     }
     runs = {name: part.run() for name, part in parts.items()}
     most = sum(memory[key] for key in ("argument", "temp", "output")) - memory["alias"] if memory else None
+    peak = memory.get("device") or memory.get("peak") if memory else None
     schedule = parts["roofline"]
     named = {(where.name, i.name): i for where in module.computations.values() for i in where.instructions}
     rows = _rows(schedule, runs, named, module.source)
@@ -146,7 +148,7 @@ def estimate(
         rows=rows,
         traffic=_traffic(schedule, runs, wire_of),
         memory_bytes=most,
-        peak_bytes=min(memory["peak"], most) if memory and most and memory.get("peak") else None,
+        peak_bytes=min(peak, most) if peak and most else None,
         memory_limit=machine.chip.memory_bytes,
         without_cycles=len(without),
         without_cycles_seconds=sum(row.seconds["roofline"] for row in rows if row.name in without and row.seconds),

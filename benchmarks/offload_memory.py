@@ -12,8 +12,8 @@ full rematerialization. `estimate.py` gives the times, the compiler the peaks:
     memory = compiled memory with "auto" / with "none"                      it must be at most 0.75
     time   = compiled step time with "auto" / of full rematerialization     it must be at most 1.10
 
-Memory is what the programs allocate: arguments and temporaries. Not all of it is in use at the same time. The
-compiler's own peak includes the host's memory, so a program with values there has none, and `peak` is an upper bound.
+Memory is what the programs allocate: arguments and temporaries. Not all of it is in use at the same time. `peak` is
+the ratio of the peaks: for a program with values on the host, of the size of the device's memory space.
 Each program with values on the host is also compiled with the option set `host-transfers`, as `verify` does, and the
 faster one counts.
 
@@ -133,7 +133,7 @@ def ratios(store: Store) -> tuple[Mapping[str, float], Mapping[str, float]] | No
     full, none, auto = rows.values()
     if full is None or none is None or auto is None:
         return None
-    sizes = {"allocated": (auto.memory_bytes, none.memory_bytes), "peak, at most": (auto.memory_bytes, none.peak_bytes)}
+    sizes = {"allocated": (auto.memory_bytes, none.memory_bytes), "peak": (auto.peak_bytes, none.peak_bytes)}
     memory = {name: one / other for name, (one, other) in sizes.items() if one and other}
     return memory, {measure: seconds / full.step[measure] for measure, seconds in auto.step.items()}
 

@@ -1,15 +1,17 @@
 """Compare the predicted peak memory with that of compiled programs, and show what both consist of.
 
-    python benchmarks/peak_memory.py                              every row; its result is stored
+    python benchmarks/peak_memory.py                              every row
     python benchmarks/peak_memory.py plain-gpt v5e --buffers      rows whose name contains all words, with the buffers
+    python benchmarks/peak_memory.py --show                       the stored rows
+
+Compiled rows are stored one by one in `results/peak_memory.json`, each in place of the earlier one of its name.
 
 Each row is a program (one of `plain_models.py`, or a workload with few layers), a remat policy, a plan and a target. No
 device is needed. The columns are GiB of one device:
 
     predicted   the plan's estimate
-    compiled    the compiler's own peak, by which it decides whether the program fits; else arguments + temporaries.
-                For a program with values on the host, the size of the device's memory space in the compiler's report,
-                because the compiler's peak also counts the host's memory
+    compiled    the compiler's own peak, else arguments + temporaries. For a program with values on the host, the size
+                of the device's memory space, because the compiler's peak can be that of the host's memory
     upper       arguments + temporaries + results outside of donated memory. Not all temporaries are alive at once
 
 `--buffers` also prints the temporaries at the peak, by the estimate and by the compiler.
@@ -19,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_step
 
+FILE = RESULTS / "peak_memory.json"
 GiB = 2**30
 SHOWN = 12
 # A workload with few layers: name -> (workload, batch size, changes of its config).
@@ -50,6 +52,7 @@ OURS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "moe-2.4b": ("moe-2.4b", 32, {"layers": 4}),
     "vit-l16": ("vit-l16", 256, {"layers": 4}),
     "llama2-70b": ("llama2-70b", 32, {"layers": 8, "context": 4096, "attention": "auto"}),
+    "gpt3-175b": ("gpt3-175b", 48, {"layers": 4, "attention": "auto"}),
 }
 FSDP, TP, SEQ = "fsdp:8", "dp:4 tp:2", "tp:8 seq"
 # (program, remat, plan, targets)
@@ -73,6 +76,8 @@ CASES: Sequence[tuple[str, str, str, Sequence[str]]] = (
     ("vit-l16", "none", FSDP, ("v5e:2x4", "h100:1x8")),
     ("llama2-70b", "host:qkv", "fsdp:16", ("v6e:4x4",)),
     ("llama2-70b", "host:mlp_in keep:context", "fsdp:16", ("v6e:4x4",)),
+    ("gpt3-175b", "full", "fsdp:16", ("v6e:4x4",)),
+    ("gpt3-175b", "host:qkv+mlp_in", "fsdp:16", ("v6e:4x4",)),
 )
 
 
@@ -150,21 +155,15 @@ def measured(program: str, remat: str, words: str, target: str, buffers: bool, c
         print("estimate's temporaries at the peak:\n" + _estimated(planned))
     if not compiles:
         return Row(**head, kind="", compiled={}, peak=0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        before = os.environ.get("XLA_FLAGS", "")
-        dumps = buffers or planned.estimate.host_traffic_bytes > 0
-        if dumps:  # the flags are a part of the cache's key
-            os.environ["XLA_FLAGS"] = f"{before} --xla_dump_to={folder} --xla_dump_hlo_as_text"
-        found = compile_job(
-            export_plan(bound_or_error(planned.bound).executable), cache=Path(folder) if dumps else None
-        )
-        os.environ["XLA_FLAGS"] = before
-        if buffers:
-            print("compiler's buffers at the peak:\n" + _compiled(Path(folder)))
-        needed = _device_bytes(Path(folder)) if dumps else None
-    kinds = ("argument", "temp", "output", "alias", "peak")
-    compiled = {kind: float(found.memory[kind]) for kind in kinds} if found.memory else {}
-    return Row(**head, kind=found.kind, compiled=compiled, peak=float(needed or found.peak_bytes or 0.0))
+    with tempfile.TemporaryDirectory() as scratch:
+        dump = Path(scratch) / "dump" if buffers else None  # a cached program is not dumped
+        job = export_plan(bound_or_error(planned.bound).executable)
+        found = compile_job(job, cache=Path(scratch) if buffers else None, dump=dump)
+        if dump is not None:
+            print("compiler's buffers at the peak:\n" + _compiled(dump))
+    kinds = ("argument", "temp", "output", "alias", "peak", "device")
+    compiled = {kind: float(found.memory[kind]) for kind in kinds if kind in found.memory}
+    return Row(**head, kind=found.kind, compiled=compiled, peak=float(found.peak_bytes or 0.0))
 
 
 def _estimated(planned: Any) -> str:
@@ -201,32 +200,45 @@ def _compiled(folder: Path) -> str:
     return "\n".join(f"{int(size) / 2**20:10.1f} MiB  {shapes.get(name, '')} {name}" for name, size in lines)
 
 
-def _device_bytes(folder: Path) -> int | None:
-    """Return the size of the device's memory space from the compiler's dump; None if the dump contains no report."""
-    for report in folder.glob("**/*memory-usage-report.txt"):
-        if found := re.search(r"^Memory Space: default.*\nTotal bytes: (\d+)", report.read_text(), re.MULTILINE):
-            return int(found[1])
-    return None
+def stored(file: Path = FILE) -> list[Row]:
+    """Return the stored rows."""
+    return [Row(**row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
+
+
+def store(row: Row, file: Path = FILE) -> None:
+    """Store a row in place of the earlier one of its name, unless the compiler was stopped or failed.
+
+    Rows that are no case any more are left out.
+    """
+    if row.kind not in ("ok", "oom"):
+        return
+    rows = {each.name: each for each in (*stored(file), row)}
+    names = [f"{program} {remat} {words} {target}" for program, remat, words, targets in CASES for target in targets]
+    kept = [asdict(rows[name]) for name in names if name in rows]
+    body = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": versions(), "rows": kept}
+    file.write_text(json.dumps(body, indent=1) + "\n")
 
 
 def main() -> None:
-    """Print the table, and store it if it is whole."""
+    """Compile, store and print rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only rows whose name contains all of these")
     parser.add_argument("--buffers", action="store_true", help="show the buffers at the peak")
     parser.add_argument("--predict", action="store_true", help="compile nothing")
+    parser.add_argument("--show", action="store_true", help="print the stored rows only")
     options = parser.parse_args()
-    rows = []
     print(HEAD)
+    if options.show:
+        print(*(row.text() for row in stored()), sep="\n")
+        return
     for program, remat, words, targets in CASES:
         for target in targets:
             name = f"{program} {remat} {words} {target}"
             if all(word in name for word in options.words):
-                rows.append(measured(program, remat, words, target, options.buffers, not options.predict))
-                print(rows[-1].text(), flush=True)
-    if not options.words and not options.predict:
-        body = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": versions(), "rows": [*map(asdict, rows)]}
-        (RESULTS / "peak_memory.json").write_text(json.dumps(body, indent=1) + "\n")
+                row = measured(program, remat, words, target, options.buffers, not options.predict)
+                print(row.text(), flush=True)
+                if not options.predict:
+                    store(row)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Row:
         exposed: the exposed seconds of collectives and copies among these, by measure.
         wire_bytes: bytes that a device sends.
         memory_bytes: arguments, results and temporaries.
-        peak_bytes: the compiler's own peak.
+        peak_bytes: the compiler's peak. For a program with values on the host, the size of the device's memory space.
         limit_bytes: the memory of a device.
         predicted: the planner's `step`, `wire_bytes` and `memory_bytes` for `words`.
         bound: the roofline's lower bound for programs of this style, in seconds.

@@ -189,6 +189,8 @@ def test_memory_report_and_json():
     assert (estimated.memory_bytes, estimated.fits) == (18 << 30, False)
     assert estimate_of(WHOLE, memory=memory | {"peak": 15 << 30}).fits
     assert estimate_of(WHOLE, memory=memory | {"peak": 40 << 30}).peak_bytes == 18 << 30  # 40 includes the host's
+    on_host = estimate_of(WHOLE, memory=memory | {"peak": 40 << 30, "device": 15 << 30})
+    assert (on_host.peak_bytes, on_host.fits) == (15 << 30, True)
     assert estimate_of(WHOLE).fits is None
     data = json.loads(json.dumps(estimated.to_json()))
     assert data["step"]["cycles"] == pytest.approx(WIRE + 10 * US)

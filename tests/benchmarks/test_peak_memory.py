@@ -26,9 +26,14 @@ def test_a_row_adds_up_memory_by_kind():
     assert " 1.07 " in row.text()
 
 
-def test_the_size_of_the_devices_memory_space(tmp_path):
-    report = "Memory Space: {} (color={})\nTotal bytes: {} (1.00GiB)\n  cumulative_size; size\n"
-    text = report.format("vmem", 1, 7) + report.format("default", 0, 14559376224) + report.format("cmem", 5, 9)
-    assert peak_memory._device_bytes(tmp_path) is None
-    (tmp_path / "m.after_optimizations-memory-usage-report.txt").write_text(text)
-    assert peak_memory._device_bytes(tmp_path) == 14559376224
+def test_a_stored_row_replaces_the_earlier_one_of_its_name(tmp_path):
+    def row(case, predicted, kind="ok"):
+        program, remat, words, targets = case
+        return peak_memory.Row(program, remat, words, targets[0], kind, {"parameter": predicted}, {}, 7.0)
+
+    file, (first, second, *_) = tmp_path / "rows.json", peak_memory.CASES
+    assert peak_memory.stored(file) == []
+    for each in (row(second, 1.0), row(first, 2.0), row(second, 3.0), row(("gone", "none", "dp:8", ("v5e:2x4",)), 4.0)):
+        peak_memory.store(each, file)
+    peak_memory.store(row(first, 5.0, "timeout"), file)
+    assert peak_memory.stored(file) == [row(first, 2.0), row(second, 3.0)]

@@ -33,6 +33,7 @@ from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.audit.compiler_process import GPUS, versions
 from autoshard.sharding.audit.constants import MAX_TIMEOUT_S, SHOWN_CRASH_LINES, TIMEOUT_S
+from autoshard.sharding.audit.device_memory import add_device_bytes, dump_flags, uses_host
 from autoshard.sharding.audit.export import CompileJob
 
 CHILD = Path(__file__).with_name("compiler_process.py")
@@ -49,7 +50,9 @@ class Compiled:
             `timeout` (of the compiler).
         message: the compiler's error message; empty if `ok`.
         stage: the stage that failed: `topology`, `lower` or `compile`.
-        memory: bytes on one device by kind: argument, output, temp, alias, code, peak; on its host with `host_`.
+        memory: bytes on one device by kind: argument, output, temp, alias, code, peak; on its host with `host_`. For a
+            program that places values there, also `device`: the size of the device's memory space, or 0 if the
+            compiler does not report it.
         needed_bytes: bytes that a program with `oom` needs, as the compiler reports them.
         limit_bytes: bytes that the device has, as the compiler reports them for an `oom`.
         coordinates: the coordinates of each partition's device in the machine.
@@ -84,17 +87,17 @@ class Compiled:
     def peak_bytes(self) -> float | None:
         """Peak memory of one device, as the compiler reports it; None if it did not compile the program.
 
-        It is at most arguments + temporaries + results that do not use donated memory, because the compiler's own peak
-        also counts buffers on the host and in a TPU's vector memory. Where the compiler reports no peak, it is this
-        sum, which on a TPU is an upper bound: not all temporaries are alive at once. A program can run although the sum
-        exceeds the device's memory.
+        For a program that places values in the host's memory, it is the size of the device's memory space, because the
+        compiler's own peak can be that of the host's memory (`device_memory`). Where the compiler reports no peak, it
+        is arguments + temporaries + results that do not use donated memory. On a TPU this sum is an upper bound: not
+        all temporaries are alive at once. A program can run although the sum exceeds the device's memory.
         """
         if self.kind == "oom":
             return self.needed_bytes
         if self.kind != "ok":
             return None
         most = self.memory["argument"] + self.memory["output"] - self.memory["alias"] + self.memory["temp"]
-        return float(min(self.memory.get("peak") or most, most))
+        return float(min(self.memory.get("device") or self.memory.get("peak") or most, most))
 
     @property
     def host_bytes(self) -> float | None:
@@ -124,7 +127,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autoshard" / "compiled"
 
 
-def compile_job(job: CompileJob, timeout_s: float = TIMEOUT_S, cache: Path | None = None) -> Compiled:
+def compile_job(
+    job: CompileJob, timeout_s: float = TIMEOUT_S, cache: Path | None = None, dump: Path | None = None
+) -> Compiled:
     """Compile a job, or read its result from the cache. Failures of the compiler are results, never exceptions.
 
     Programs that the compiler rejects are not cached, since the reason may be temporary. Damaged cache entries are
@@ -134,10 +139,12 @@ def compile_job(job: CompileJob, timeout_s: float = TIMEOUT_S, cache: Path | Non
         job: the job to compile.
         timeout_s: seconds after which the child is killed.
         cache: the folder of the cache. Default: `cache_folder()`.
+        dump: a folder to which the compiler dumps the program and its reports. A cached program is not dumped.
     """
-    cache, digest = cache or cache_folder(), job.digest(json.dumps(environment_key(), sort_keys=True))
+    key = environment_key() | ({"reports": "device_memory"} if uses_host(job) else {})
+    cache, digest = cache or cache_folder(), job.digest(json.dumps(key, sort_keys=True))
     try:
-        return _build(job, timeout_s, cache / digest)
+        return _build(job, timeout_s, cache / digest, dump)
     except OSError as error:
         warnings.warn(
             f"compiled programs cannot be cached in {cache} ({error.strerror or error}). Set AUTOSHARD_CACHE to a "
@@ -145,7 +152,7 @@ def compile_job(job: CompileJob, timeout_s: float = TIMEOUT_S, cache: Path | Non
             AutoshardWarning,
             stacklevel=users_stacklevel(),
         )
-        return _build(job, timeout_s, Path(_temporary_cache().name) / digest)
+        return _build(job, timeout_s, Path(_temporary_cache().name) / digest, dump)
 
 
 @functools.cache
@@ -154,7 +161,7 @@ def _temporary_cache() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="autoshard-")
 
 
-def _build(job: CompileJob, timeout_s: float, folder: Path) -> Compiled:
+def _build(job: CompileJob, timeout_s: float, folder: Path, dump: Path | None) -> Compiled:
     if cached := _read_cache(folder):
         return cached
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -163,9 +170,11 @@ def _build(job: CompileJob, timeout_s: float, folder: Path) -> Compiled:
         out.mkdir()
         body = asdict(job) | {"program": base64.b64encode(job.program).decode()}
         job_file.write_text(json.dumps(body, default=list))
+        if dump is None and uses_host(job):
+            dump = Path(scratch) / "dump"
         try:
             done = subprocess.run(  # -P: do not import modules from the child's folder
-                [sys.executable, "-P", str(CHILD), str(job_file), str(out)],
+                [sys.executable, "-P", str(CHILD), str(job_file), str(out)], env=_environment(dump),
                 capture_output=True, text=True, errors="replace", timeout=min(timeout_s, MAX_TIMEOUT_S), check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -176,9 +185,17 @@ def _build(job: CompileJob, timeout_s: float, folder: Path) -> Compiled:
         (out / "stderr.txt").write_text(done.stderr)
         if json.loads((out / "result.json").read_text())["kind"] == "error":
             return _read(out, cached=False)
+        if dump is not None and uses_host(job):
+            add_device_bytes(out / "result.json", dump)
         with contextlib.suppress(OSError):  # another process has stored the same result
             out.rename(folder)
     return _read(folder, cached=False)
+
+
+def _environment(dump: Path | None) -> dict[str, str]:
+    """The environment of the child, with the flags for a dump to this folder."""
+    flags = [os.environ.get("XLA_FLAGS", ""), *([dump_flags(dump)] if dump else [])]
+    return {**os.environ, "XLA_FLAGS": " ".join(flags).strip()}
 
 
 def _read_cache(folder: Path) -> Compiled | None:

@@ -29,6 +29,7 @@ from autoshard.sharding.planner.variants import variant_name
 from autoshard.sharding.program.tracing import Traced
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function among the parameters of a jaxpr; differs in each process
+_MEANING = "peaks without the host's memory"  # changed with the meaning of a figure, so that no earlier lesson is read
 _SHARDINGS = ("mesh", "axis_rules", "storage", "inputs", "outputs", "placing", "overlap")  # fields of a plan
 
 
@@ -64,7 +65,7 @@ class Lessons:
     """The lessons of one program on one target. Without a readable and writable file, plans are compiled again."""
 
     def __init__(self, bound: BoundPlan):
-        parts = (_program(bound.traced), bound.plan.target, sorted(environment_key().items()))
+        parts = (_program(bound.traced), bound.plan.target, sorted(environment_key().items()), _MEANING)
         self.path = cache_folder() / "lessons" / f"{_digest(parts)}.json"
         self.known: dict[str, Lesson] = {}
         with suppress(OSError, ValueError, TypeError, AttributeError):  # there is no file, or it is damaged

@@ -48,6 +48,7 @@ from autoshard.sharding.cost.collectives import (
     is_hidden_on,
     step_cost,
 )
+from autoshard.sharding.cost.delayed_gradients import held_until
 from autoshard.sharding.cost.equivalence_classes import (
     OperatorClass,
     SharedOperands,
@@ -180,8 +181,9 @@ class CostModel:
                             found = Gathered(buffers[key], some.first, move.array, len(collectives))
                             gathered.setdefault(key, found)
                 elif move.kind == "reduce-scatter" and new is each.members:
-                    reduced = LiveBuffers(move.local_bytes, each.members, each.members)
-                    buffers["reduced", number, move.array] = reduced
+                    is_sliced = assignment.links(move.kind, axes).kind == "all-reduce"
+                    last = self._held_until[each.members] if is_sliced else each.members
+                    buffers["reduced", number, move.array] = LiveBuffers(move.local_bytes, each.members, last)
                 if len(new):
                     for ops, place in self._places(each.op, move, new):
                         runs = each.runs if ops is each.members else float(self.stretches.trips[ops].sum())
@@ -305,6 +307,10 @@ class CostModel:
 
     def _is_state(self, value: int) -> bool:
         return value in self._state_values
+
+    @cached_property
+    def _held_until(self) -> np.ndarray:
+        return held_until(self.axes.program)
 
     @cached_property
     def _state_values(self) -> set[int]:

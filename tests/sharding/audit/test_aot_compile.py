@@ -282,3 +282,9 @@ def test_the_time_of_cudnn_attention_is_part_of_the_audit():
 def test_the_peak_is_at_most_the_sum_of_its_parts(peak, expected):
     memory = {"argument": 10, "temp": 7, "output": 9, "alias": 8, "host_temp": 16, "peak": peak}
     assert aot_compile.Compiled("ok", memory=memory).peak_bytes == expected
+
+
+@pytest.mark.parametrize(("device", "expected"), [(0, 15), (13, 13)])
+def test_the_size_of_the_devices_memory_space_goes_before_the_peak(device, expected):
+    memory = {"argument": 10, "temp": 7, "output": 9, "alias": 8, "host_temp": 5, "peak": 15, "device": device}
+    assert aot_compile.Compiled("ok", memory=memory).peak_bytes == expected

@@ -108,6 +108,7 @@ def test_layers_that_wait_on_the_host_of_a_tpu():
     assert sum(t.trips for t in audit.transfers) == 2 * LAYERS
     assert audit.host_traffic_bytes == made.estimate.host_traffic_bytes == 2 * LAYERS * one
     assert audit.host_bytes == made.estimate.host_memory_bytes == LAYERS * one
+    assert audit.peak_bytes == audit.memory["device"] == pytest.approx(made.estimate.peak_memory_bytes, rel=0.2)
     # XLA peels the last layer, whose input goes out and straight back.
     assert [bool(t.distance) for t in audit.transfers if t.trips > 1] == [True, True] and audit.host_us
     times = audit.compute_us, audit.exposed_us, audit.host_exposed_us

@@ -1,13 +1,14 @@
-"""When XLA:GPU runs the products that compute gradients."""
+"""When XLA:GPU runs the products that compute gradients, and how long XLA:TPU holds their sums."""
 
 import jax
 import jax.numpy as jnp
 
 from autoshard import plan
-from autoshard.sharding.cost.delayed_gradients import points
+from autoshard.sharding.cost.delayed_gradients import held_until, points
 from autoshard.spmdrules.ir.program import build
 
 ROWS, WIDTH, CLASSES = 64, 16, 32
+DOT = "dot_general"
 
 
 def order(fn, *shapes):
@@ -88,3 +89,25 @@ def test_operands_stay_in_memory_until_then():
     )
     hidden = 65_536 * 512 * 2 / 8
     assert gpu - cpu >= 0.9 * hidden
+
+
+def test_a_sum_waits_over_loops_for_its_first_user():
+    def fn(x, dy, w):
+        early, late, unused = x.T @ dy, jnp.cos(x).T @ dy, jnp.sin(x).T @ dy
+        w = w - early
+
+        def body(c, _):
+            return jnp.tanh(jnp.tanh(c @ w) @ w.T), None
+
+        c = jax.lax.scan(body, x, None, length=3)[0]
+        c = jax.lax.scan(body, c, None, length=3)[0]
+        return c, jnp.sinh(w) - late.astype("bfloat16").astype("float32"), unused
+
+    program = build(jax.make_jaxpr(fn)(X, DY, W))
+    ops, until = list(program.ops()), held_until(program)
+    products = [n for n, op in enumerate(ops) if op.name == DOT]
+    early, late, unused = (n for n in products if program.avals[ops[n].results[0]].shape == GRADIENT)
+    end, user = (max(n for n, op in enumerate(ops) if op.name == name) for name in ("tanh", "sub"))
+    assert (until[early], until[late], until[unused]) == (early, user, end)
+    others = [n for n in products if n not in (late, unused)]
+    assert len(others) == 5 and [until[n] for n in others] == others

@@ -4,12 +4,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from autoshard import plan
 from autoshard.models.workloads import workload
-from autoshard.sharding.cost import peak_memory
+from autoshard.sharding.cost import peak_memory, step_time
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_step
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state, sgd_step, whole_bytes
@@ -220,3 +221,31 @@ def test_a_loop_has_two_buffers_for_what_it_brings_from_the_host(monkeypatch):
     # The peak is where the layer has its recomputed values: the iteration's own value is there in any case.
     assert tpu - temporary_bytes("v6e:2x4") == rows * width * 2 / 8
     assert gpu == temporary_bytes("h100:8")
+
+
+@pytest.mark.parametrize(("target", "is_square"), [("v6e:4x4", True), ("v5e:4x4", True), ("v6e:2x8", False)])
+def test_the_whole_sum_of_a_heads_gradient_waits_for_the_backward_loop(monkeypatch, target, is_square):
+    """Where a reduce-scatter becomes an all-reduce, its slice runs after the loop."""
+    rows, width, hidden, classes = 16_384, 1024, 65_536, 8192
+
+    @jax.checkpoint
+    def layer(x, w):
+        return jnp.tanh(x @ w["up"]) @ w["down"], None
+
+    def loss(w, x):
+        logits = jax.lax.scan(layer, x, w["layers"])[0] @ w["head"]
+        return jnp.sum(jnp.square(logits.astype("float32")))
+
+    def step(w, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w, x))
+
+    shapes = {"layers": {"up": (4, width, hidden), "down": (4, hidden, width)}, "head": (width, classes)}
+    w = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "bfloat16"), shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+    def temporary_bytes():
+        planned = plan(step, w, jax.ShapeDtypeStruct((rows, width), "bfloat16"), plan="fsdp:16", target=target)
+        return planned.estimate.memory_bytes["temporary"]
+
+    held = temporary_bytes()
+    monkeypatch.setattr(step_time, "held_until", lambda program: np.arange(sum(1 for _ in program.ops())))
+    assert held - temporary_bytes() == is_square * width * classes * 2

@@ -1,0 +1,51 @@
+"""The size of a device's own memory space, for programs that also keep values in the host's memory.
+
+XLA's peak is the size of the arguments plus the largest heap of all memory spaces. For a program with values in the
+host's memory that can be the host's heap. Its temporaries are no exact size either: their sum can exceed the memory of
+a device that the program fits. XLA decides whether the program fits by the size of the device's memory space, which
+includes arguments, results and the gaps between buffers. It writes this size to a report when it dumps the program:
+
+    Memory Space: default (color=0)
+    Total bytes: 31410728416 (29.25GiB)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from autoshard.sharding.audit.export import CompileJob
+
+HOST = b"pinned_host"  # the name of the host's memory in an exported program
+REPORTS = "*memory-usage-report.txt"
+DEVICE_SPACE = re.compile(r"^Memory Space: default\b.*\nTotal bytes: (\d+)", re.MULTILINE)
+
+
+def uses_host(job: CompileJob) -> bool:
+    """Whether a program places values in the host's memory. The memory of a CPU is all one."""
+    return job.platform != "cpu" and HOST in job.program
+
+
+def dump_flags(folder: Path) -> str:
+    """The flags in `XLA_FLAGS` with which the compiler dumps the program and its reports to a folder."""
+    return f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+
+
+def device_bytes(folder: Path) -> int:
+    """Return the size of the device's memory space in bytes, from a dump of one program; 0 if no report has it."""
+    reports = (file.read_text() for file in folder.glob(REPORTS))
+    return max((int(size) for text in reports for size in DEVICE_SPACE.findall(text)), default=0)
+
+
+def add_device_bytes(result: Path, folder: Path) -> None:
+    """Add the size of the device's memory space to the figures of a compiled program, as `memory["device"]`.
+
+    Args:
+        result: the compiler's result, a JSON file. Results without figures of memory stay as they are.
+        folder: the dump.
+    """
+    contents = json.loads(result.read_text())
+    if "memory" in contents:
+        contents["memory"]["device"] = device_bytes(folder)
+        result.write_text(json.dumps(contents) + "\n")
