@@ -13,7 +13,8 @@ Words of a strategy, such as `fsdp:8 tp:4 seq`:
     ulysses:N cp: inside attention, heads over N devices instead; the exchange is an all-to-all
     isp:N     ulysses, and parameters and optimizer state over the same N devices (intra-layer sequence parallelism)
     ring:N    cp: keys and values travel around a ring of N devices, beside the compute of attention
-    ep:N      experts over N devices, and the batch where there are no experts
+    ep:N      experts over N devices, and the batch where there are no experts. Masks that dispatch tokens of the whole
+              batch have experts
     state     parameters and optimizer state over all devices
     A+NAME    mesh axis A also shards the logical axis NAME, or stores NAME (parameter, optimizer)
     A-NAME    mesh axis A does not shard or store NAME
