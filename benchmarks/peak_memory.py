@@ -200,6 +200,12 @@ def _compiled(folder: Path) -> str:
     return "\n".join(f"{int(size) / 2**20:10.1f} MiB  {shapes.get(name, '')} {name}" for name, size in lines)
 
 
+def cases() -> dict[str, tuple[str, str, str, str]]:
+    """Return the rows' program, remat policy, plan and target by their names."""
+    rows = [(program, remat, words, target) for program, remat, words, targets in CASES for target in targets]
+    return {" ".join(row): row for row in rows}
+
+
 def stored(file: Path = FILE) -> list[Row]:
     """Return the stored rows."""
     return [Row(**row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
@@ -213,8 +219,7 @@ def store(row: Row, file: Path = FILE) -> None:
     if row.kind not in ("ok", "oom"):
         return
     rows = {each.name: each for each in (*stored(file), row)}
-    names = [f"{program} {remat} {words} {target}" for program, remat, words, targets in CASES for target in targets]
-    kept = [asdict(rows[name]) for name in names if name in rows]
+    kept = [asdict(rows[name]) for name in cases() if name in rows]
     body = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": versions(), "rows": kept}
     file.write_text(json.dumps(body, indent=1) + "\n")
 
@@ -231,14 +236,12 @@ def main() -> None:
     if options.show:
         print(*(row.text() for row in stored()), sep="\n")
         return
-    for program, remat, words, targets in CASES:
-        for target in targets:
-            name = f"{program} {remat} {words} {target}"
-            if all(word in name for word in options.words):
-                row = measured(program, remat, words, target, options.buffers, not options.predict)
-                print(row.text(), flush=True)
-                if not options.predict:
-                    store(row)
+    for name, case in cases().items():
+        if all(word in name for word in options.words):
+            row = measured(*case, options.buffers, not options.predict)
+            print(row.text(), flush=True)
+            if not options.predict:
+                store(row)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ SIZES = 2048, 8192  # input and output features of the first product of a layer
 LEAST_BYTES = 1e6  # chosen: less than a weight, more than a norm
 KINDS = ("all-reduce", "reduce-scatter")
 OWN, SPARSE = "own", "sparse cores"
-# (target, plan, options), and the sizes if they are not `SIZES`.
+# Each case is (target, plan, options). The sizes follow if they differ from `SIZES`.
 CASES: Sequence[tuple[str, str, str, *tuple[int, ...]]] = (
     ("v6e:4x4", "dp:2 fsdp:8", OWN),
     ("v6e:4x4", "fsdp:16", OWN),

@@ -1,8 +1,8 @@
 """The size of a device's own memory space, for programs that also keep values in the host's memory.
 
-XLA's peak is the size of the arguments plus the largest heap of all memory spaces. For a program with values in the
-host's memory that can be the host's heap. Its temporaries are no exact size either: their sum can exceed the memory of
-a device that the program fits. XLA decides whether the program fits by the size of the device's memory space, which
+XLA's peak is the size of the arguments plus the largest heap of all memory spaces. If a program has values in the
+host's memory, the largest heap can be the host's. The sum of the temporaries does not help: it can exceed the memory of
+a device that the program fits. XLA decides whether a program fits by the size of the device's memory space, which
 includes arguments, results and the gaps between buffers. It writes this size to a report when it dumps the program:
 
     Memory Space: default (color=0)
@@ -23,7 +23,7 @@ DEVICE_SPACE = re.compile(r"^Memory Space: default\b.*\nTotal bytes: (\d+)", re.
 
 
 def uses_host(job: CompileJob) -> bool:
-    """Whether a program places values in the host's memory. The memory of a CPU is all one."""
+    """Whether a program places values in the host's memory. On a CPU, host and device have the same memory."""
     return job.platform != "cpu" and HOST in job.program
 
 

@@ -7,7 +7,8 @@ the axis of experts. In all other values it becomes a new axis.
 
 No plan shards the new axis, unless a product dispatches tokens of the whole batch (`dispatched_rows`), as in
 `einsum("tec,td->ecd")`. Then `ep` shards it in the masks: each device gathers all tokens and computes the rows of its
-own experts. Masks that stay with their tokens would need a sum of the rows of all experts, which are more.
+own experts. If the masks stayed with their tokens, the rows of all experts would be summed over devices. Experts have
+more rows in total than there are tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from autoshard.spmdrules.ir.program import Op
 
 
 def split_expert_axes(axes: LogicalAxes, roles: Roles) -> tuple[int, ...]:
-    """Give the router's experts a logical axis of their own, in place, if the program has a router; return such axes.
+    """Give the experts of each router a logical axis of their own, in place, and return these axes.
 
     Args:
         axes: the logical axes. `sizes` and `of_value` are changed.

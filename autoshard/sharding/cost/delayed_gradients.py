@@ -16,11 +16,11 @@ layers and full rematerialization holds 1.15 GiB for it, of 13.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
+from autoshard.spmdrules.ir.program import Block, Op, Program, inlined, users_of
 
 _MOVES = ("transpose", "convert_element_type", "reshape", "squeeze", "broadcast_in_dim")
 
@@ -40,7 +40,7 @@ def points(program: Program, is_delayed: Callable[[Op], bool]) -> np.ndarray:
         ops = list(inlined(block))
         blocks += [inner for op in ops for inner in op.blocks]
         if delayed := [op for op in ops if is_delayed(op)]:
-            users = _users(ops)
+            users = users_of(ops)
             following: dict[str, Op] = {}
             for op in reversed(delayed):
                 key = str([v.aval for v in op.eqn.invars])
@@ -63,7 +63,7 @@ def held_until(program: Program) -> np.ndarray:
         ops = list(inlined(blocks.pop()))
         blocks += [inner for op in ops for inner in op.blocks]
         loops = [(number[id(op)], number[id(last_operator(op.blocks[-1]))]) for op in ops if op.blocks]
-        users = _users(ops) if loops else {}
+        users = users_of(ops) if loops else {}
         for op in ops if loops else ():
             if len(op.results) == 1 and not op.blocks:
                 user, at = _first_user(op.results[0], users), number[id(op)]
@@ -71,15 +71,6 @@ def held_until(program: Program) -> np.ndarray:
                 if ends:
                     found[at] = number[id(user)] if user else ends[-1]
     return found
-
-
-def _users(ops: Sequence[Op]) -> dict[int, list[Op]]:
-    """Return the operators that take each value, in their order."""
-    users: dict[int, list[Op]] = {}
-    for op in ops:
-        for v in op.operands:
-            users.setdefault(v, []).append(op)
-    return users
 
 
 def _first_user(value: int, users: dict[int, list[Op]]) -> Op | None:

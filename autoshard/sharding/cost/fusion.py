@@ -55,7 +55,7 @@ from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, CONVOLUTION, decodes, is_decision_point, is_declared
 from autoshard.spmdrules.families.stages import layer_p, read_p, write_p
 from autoshard.spmdrules.families.weight_gathers import AROUND_LOOPS
-from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
+from autoshard.spmdrules.ir.program import Block, Op, Program, inlined, users_of
 
 _SLICES = ("slice", "dynamic_slice", layer_p.name)
 _IN_PLACE = ("dynamic_update_slice", "sliced_slots", write_p.name)
@@ -150,12 +150,10 @@ class _Finder:
 
     def visit(self, block: Block) -> None:
         ops = list(inlined(block))
-        users: dict[int, list[Op]] = {}
+        users = users_of(ops)
         for op in ops:
             for v in op.results:
                 self.maker[v] = op
-            for v in op.operands:
-                users.setdefault(v, []).append(op)
         self.memory.update(v for v in block.inputs if v not in self.maker)
         outputs = set(block.outputs)
         self.when = {id(op): number for number, op in enumerate(ops)}

@@ -16,7 +16,8 @@ class Life(NamedTuple):
     """A value of a block.
 
     Attributes:
-        first, last: the numbers of the operators of the block that make it and that read it last.
+        first: the number of the operator that makes it, counted in the block.
+        last: the number of the operator that reads it last.
         size: its bytes.
     """
 
@@ -28,8 +29,8 @@ class Life(NamedTuple):
 def on_chip_shares(lives: Mapping[int, Life], operators: int) -> dict[int, float]:
     """Return the share of each value: its fraction of the bytes that are live with it, at their peak.
 
-    Only values that are not larger than it count, because compilers prefer small values: a byte of them saves as many
-    reads, and large ones may not fit at all.
+    Larger values do not count. They may not fit at all, and a byte of on-chip memory saves as many reads for a small
+    value as for a large one.
 
     Args:
         lives: value -> its life.

@@ -110,13 +110,13 @@ def is_stored_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> b
 
 
 def is_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
-    """Whether the result of an operator has no rows, or no replicas, and one of its operands has."""
+    """Whether an operator sums over all rows, or over all replicas: an operand has such an axis, its result not."""
     replicas = frozenset() if roles.replicas is None else frozenset({roles.replicas})
     return any(lacks_axes(axes, some, op, value) for some in (roles.rows, replicas))
 
 
 def lacks_axes(axes: LogicalAxes, some: frozenset[int], op: Op, value: int) -> bool:
-    """Whether the result of an operator has none of some axes, and one of its operands has one."""
+    """Whether an operand of an operator has one of these axes, and its result has none of them."""
     if not some or any(not some.isdisjoint(dim) for dim in axes.of_value[value]):
         return False
     return any(v >= 0 and any(not some.isdisjoint(dim) for dim in axes.of_value[v]) for v in op.operands)

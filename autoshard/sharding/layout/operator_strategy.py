@@ -231,10 +231,10 @@ def _joined(
     chosen: dict[str, str | None],
     moves: list[Move],
 ) -> list[Move]:
-    """Let each mesh axis that shards no factor shard the factor of a later axis, if that is cheaper.
+    """Assign factors of later mesh axes to mesh axes that shard no factor, where that is cheaper.
 
-    One reduction over two mesh axes costs little more than one over the larger axis. The choice for the first axis does
-    not know what the second one will shard.
+    One reduction over two mesh axes costs little more than one over the larger axis. The factor of the first axis was
+    chosen before that of the second one was known.
 
     Args:
         rule: the operator's rule.

@@ -34,7 +34,7 @@ from autoshard.sharding.program.operator_kinds import is_declared
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits, rewritten
 from autoshard.spmdrules.families.weight_gathers import OUTSIDE_LOOPS, gather_before_loop, reduce_after_loop
-from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
+from autoshard.spmdrules.ir.program import Block, Op, Program, inlined, users_of
 
 _FRAMES = ("scan", "remat2")  # operators in whose bodies the program can be changed
 
@@ -63,7 +63,7 @@ def _with_program(traced: Traced, closed: Any) -> Traced:
 
 
 def _may_change(program: Program) -> bool:
-    """Whether a scan has a constant that equals an input of the program, or a sum of products in its carry."""
+    """Whether the program has a loop with a weight among its constants, or with a sum of products in its carry."""
     if any(op.name in OUTSIDE_LOOPS for op in program.ops()):
         return False
     scans = [op for op in program.ops() if _is_loop(op)]
@@ -77,13 +77,10 @@ def _is_loop(op: Op) -> bool:
         return False
     consts, count = _compat.scan_arity(op.eqn.params)
     body = op.blocks[0]
-    takers: dict[int, list[Op]] = {}
-    for each in inlined(body):
-        for v in each.operands:
-            takers.setdefault(v, []).append(each)
+    users = users_of(inlined(body))
 
     def is_sum(position: int) -> bool:
-        found = takers.get(body.inputs[consts + position], [])
+        found = users.get(body.inputs[consts + position], [])
         return len(found) == 1 and found[0].name in ADDITIONS and found[0].results[0] == body.outputs[position]
 
     return any(op.eqn.invars[consts + n].aval.ndim and not is_sum(n) for n in range(count))
@@ -212,7 +209,7 @@ def _sources(program: Program) -> dict[int, int]:
 
 
 def _rearranges(op: Op) -> bool:
-    """Whether an operator changes at most the type, the order or the shape of its operand."""
+    """Whether an operator keeps all elements of its operand. It may change their type, order and shape."""
     if op.name == "broadcast_in_dim":
         return op.eqn.invars[0].aval.size == op.eqn.outvars[0].aval.size
     return op.name in REARRANGING

@@ -184,9 +184,10 @@ class Lowering:
 
     def cast(self, before: Any, after: Any) -> None:
         """Let gathers that wait for a result wait for its cast instead (`GatherOrder.cast`)."""
-        for waiting in (self.order, self.layers):
-            if waiting is not None:
-                waiting.cast(before, after)
+        if self.order is not None:
+            self.order.cast(before, after)
+        if self.layers is not None:
+            self.layers.cast(before, after)
 
     def is_gather(self, value: int, spec: Spec) -> bool:
         """Whether an operand that needs this sharding is a parameter that is stored in another one."""
@@ -299,10 +300,12 @@ class Lowering:
     def nested(self, op: Op, args: list[Any]) -> list[Any]:
         """Return the results of control flow or of a call."""
         params, name = op.eqn.params, op.name
-        if (
-            written := {"scan": self.scan, "while": self.loop, "custom_linear_solve": self.solve}.get(name)
-        ) is not None:
-            return written(op, args)
+        if name == "scan":
+            return self.scan(op, args)
+        if name == "while":
+            return self.loop(op, args)
+        if name == "custom_linear_solve":
+            return self.solve(op, args)
         if name == "cond":
             return lax.switch(args[0], [self.function(b) for b in op.blocks], *args[1:])
         if name == "jit":

@@ -25,7 +25,7 @@ from autoshard.sharding.layout.plan_request import Request
 
 
 def row_spreads(axes: LogicalAxes, roles: Roles, plan: Request) -> Iterator[Request]:
-    """The plan that differs from a plan in that `dp` does not shard the other rows; none if `dp` stores state."""
+    """Yield the plan in which `dp` does not shard the other rows; nothing if `dp` stores state."""
     changes = [
         Change(axis, False, axes.name(c))
         for axis, n in plan.sizes.items()

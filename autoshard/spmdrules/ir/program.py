@@ -10,7 +10,7 @@ gradient of sum pooling (`pooling_gradient`) and collectives under `vmap` (`mapp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -131,7 +131,7 @@ class Program:
 
     @cached_property
     def filled(self) -> frozenset[int]:
-        """The values that are one constant, repeated, such as zeros. Each device can compute them in any sharding."""
+        """Values that repeat one constant, such as zeros. Each device can compute its own shard of them."""
         return frozenset(
             op.results[0] for op in self.ops() if op.name == "broadcast_in_dim" and all(v < 0 for v in op.operands)
         )
@@ -167,6 +167,15 @@ def inlined(block: Block) -> Iterator[Op]:
             yield from inlined(op.blocks[0])
         else:
             yield op
+
+
+def users_of(ops: Iterable[Op]) -> dict[int, list[Op]]:
+    """Return the operators that take each value, in their order: value -> operators."""
+    users: dict[int, list[Op]] = {}
+    for op in ops:
+        for v in op.operands:
+            users.setdefault(v, []).append(op)
+    return users
 
 
 # Calls compute what their jaxpr computes. `run_state` is not one of them: its jaxpr works on references.

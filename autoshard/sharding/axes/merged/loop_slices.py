@@ -11,7 +11,7 @@ Leading = Callable[[tuple[int, ...], int, tuple[str, ...]], tuple[str, ...]]
 
 
 def loop_slices(leaves: Leaves, spec: Spec, stacked: Collection[int], leading: Leading) -> list[tuple[Leaves, Spec]]:
-    """Return the logical axes and specs of an array, and of its parts that the iterations of a loop compute.
+    """Return the logical axes and the spec of an array, and of each part that one iteration of a loop computes.
 
     Args:
         leaves: its logical axes.

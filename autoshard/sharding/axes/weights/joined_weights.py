@@ -116,7 +116,7 @@ def stacks_weights(op: Op) -> bool:
 
 
 def _passing(before: Dims, after: Dims, op: Op) -> tuple[int | None, ...]:
-    """Return, for each dimension of the result, the dimension of the operand that passes to it, or None."""
+    """Return the operand's dimension that each dimension of the result comes from; None for one that does not pass."""
     assert op.rule is not None
     whole = {f.name for f in op.rule.factors if not f.shardable}
     passing = {dim: d for d, dim in enumerate(before) if dim and whole.isdisjoint(dim)}

@@ -19,7 +19,7 @@ from autoshard.spmdrules.families.weight_gathers import after_loop_p
 from autoshard.spmdrules.ir.program import Op, Program, inlined
 
 ADDITIONS = ("add", "add_any")
-# Operators that change at most the type, the order or the shape of their operand.
+# Operators that keep all elements of their operand. They may change their type, order and shape.
 REARRANGING = ("convert_element_type", "transpose", "reshape", "squeeze")
 _TERMS = (*CONTRACTIONS, "reduce_sum")
 

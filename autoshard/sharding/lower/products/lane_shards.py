@@ -1,9 +1,10 @@
-"""Gradients of weights that XLA:TPU would all-reduce, because a shard has as many elements as a register has lanes.
+"""Gradients of weights whose shards have 128 columns, as many as a register of a TPU has lanes.
 
 JAX computes the gradient of a weight `[in, out]` as `[out, in]` and transposes it. If `in` is sharded, and each shard
-has 128 elements of it, XLA:TPU all-reduces the product and slices it, instead of reduce-scattering it. Examples are
-1024 over 8, 4096 over 32 and 8192 over 64 devices. Shards of 64, 144 and 256 elements are reduce-scattered, and so are
-those of 128 rows (libtpu 0.0.42.1; `benchmarks/reductions.py`). So such a product is computed as `[in, out]`.
+has 128 elements of it, XLA:TPU often all-reduces the product and slices it, instead of reduce-scattering it: 1024 over
+8 devices on v5e:2x4, and 4096 over 32 on v5p:4x4x4, but not 2048 over 16 on v5p:4x4x2 (libtpu 0.0.42.1). Shards of 64,
+144 and 256 elements were reduce-scattered. So such a product is computed as `[in, out]`: 128 rows in each shard are
+reduce-scattered. `benchmarks/reductions.py` shows it for squares of 1024 and 2048.
 
 Weights with more than two dimensions are left alone. Their products would have to be reshaped to matrices, and the
 copies of activations for it cost more than the reduce-scatter gains (ViT-L/16, v5e:4x4: 274 instead of 272 ms).

@@ -1,4 +1,4 @@
-"""Products that are lowered in another form, because XLA would all-reduce their partial sums as they are."""
+"""Products that are lowered in another form, so that XLA reduce-scatters their partial sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scattered_product(
     layout: Layout, op: Op, args: Sequence[Any], chosen: OperatorStrategy, want: Spec,
     constrain: Callable[[Any, Spec], Any],
 ) -> Any:  # fmt: skip
-    """Return the result of a product whose partial sums XLA would all-reduce instead of reduce-scatter; else None.
+    """Return the result of a product that is lowered in another form; None for other operators.
 
     Args:
         layout: the layout.

@@ -60,6 +60,16 @@ def test_only_shards_of_128_columns_are_computed_as_rows(inputs: int, outputs: i
         assert (of_down, of_up) == (sizes[1] if swapped else sizes[0], sizes[1])
 
 
+def test_the_rows_are_scattered() -> None:
+    made = autoshard.plan(step, *shapes(1024, 512), plan="fsdp:8", target="v5e:2x4")
+    program = bound_or_error(made.bound).executable.constrained_program(made.mesh)
+    jaxpr = jax.make_jaxpr(program)(*jax.tree.leaves(shapes(1024, 512)))
+    products = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"}
+    after = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "sharding_constraint" and eqn.invars[0] in products]
+    gradients = [eqn.params["sharding"].spec for eqn in after if eqn.outvars[0].aval.shape == (1024, 512)]
+    assert [tuple(spec)[:1] for spec in gradients] == [("fsdp",)] * 2
+
+
 @pytest.mark.parametrize("words", ["fsdp:8", "dp:2 fsdp:4", "fsdp:4 tp:2"])
 def test_values_and_gradients_equal_one_device(words: str) -> None:
     inputs = 128 * int(words.split("fsdp:")[1][0])
