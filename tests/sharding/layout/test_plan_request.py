@@ -1,12 +1,17 @@
 """What strategies mean: how state is stored, and how the mesh is split."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from autoshard import plan
-from autoshard.sharding.layout.plan_request import may_be_mesh_axis, parse_request
+from autoshard.sharding.axes.analysis import analyse
+from autoshard.sharding.layout.plan_request import classes_for, may_be_mesh_axis, parse_request
+from autoshard.sharding.program.tracing import trace
+from tests.sharding.graph_step import graph_shapes, graph_step
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 
 
@@ -76,3 +81,12 @@ def test_which_mesh_axes_a_plan_may_have(axis, mesh, words, may):
 )
 def test_words_may_be_in_upper_case(words, canonical):
     assert str(parse_request(words)) == canonical
+
+
+def test_ep_also_shards_rows_and_the_experts_of_the_router():
+    roles = analyse(trace(graph_step, graph_shapes(), {})).roles
+    batch, (nodes,) = roles.batch, roles.other_rows
+    assert classes_for("ep", roles, frozenset()) == ()  # no experts
+    mixed = dataclasses.replace(roles, experts=(1000,), routers=(1001,))
+    assert classes_for("ep", mixed, frozenset()) == (1000, 1001, batch, nodes)
+    assert classes_for("dp", mixed, frozenset()) == (batch, nodes)

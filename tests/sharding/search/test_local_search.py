@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import jax
 import pytest
 
 from autoshard import Plan, plan
@@ -11,10 +12,14 @@ from autoshard.models import workload
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_edits import Change, changed
 from autoshard.sharding.layout.plan_request import parse_request
+from autoshard.sharding.machines.device_mesh import find_machine
+from autoshard.sharding.planner.planning import PlanningProblem
+from autoshard.sharding.program.tracing import trace
 from autoshard.sharding.search import layout_search, local_search
 from autoshard.sharding.search.candidate import price
 from autoshard.sharding.search.local_search import shards_alike, single_changes, specs_of_values
 from autoshard.train.program.build import workload_step
+from tests.sharding.axes import test_dispatched_rows as dispatched
 from tests.sharding.cost.test_equivalence_classes import problem
 from tests.sharding.search.test_layout_search import train_step
 
@@ -167,3 +172,10 @@ def test_the_search_ends_where_all_changes_together_gain_too_little(monkeypatch)
     short, long = search(0.0), search(math.inf)
     counts = [sum(tried.changed for tried in each.history[0].tried) for each in (short, long)]
     assert 0 < counts[0] < counts[1] and short.chosen == long.chosen
+
+
+def test_the_experts_of_a_router_are_among_the_changes():
+    made = trace(dispatched.step, jax.eval_shape(dispatched.values), {})
+    problem = PlanningProblem(made, find_machine(None, "cpu:8"), None)
+    changes = {str(change) for change in single_changes(problem._requested_layout("dp:2 ep:4"))}
+    assert {"ep-router", "dp+router"} <= changes

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import can_constrain_at_once, extends_computed_spec
+from autoshard.sharding.layout.operator_sharding import extends_computed_spec
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.products.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.sharding.lower.products.lane_shards import columns_first, is_lane_sharded
@@ -37,8 +37,6 @@ def scattered_product(
             product = constrain(product, drop_window_dims(op, computed))
         return add_window_dims(op, constrain(product, drop_window_dims(op, want)))
     is_scattered = any(move.kind == "reduce-scatter" and move.array < 0 for move in chosen.moves)
-    if not is_scattered or not can_constrain_at_once(layout, op, chosen, 0, want):
-        return None
-    if not is_lane_sharded(op, computed, want, layout.mesh):
+    if not is_scattered or not is_lane_sharded(op, computed, want, layout.mesh):
         return None
     return columns_first(op, args, want, constrain)

@@ -1,5 +1,6 @@
 """Gradients whose shards have 128 columns are computed with those as rows, so that XLA:TPU reduce-scatters them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -8,7 +9,14 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard.sharding.axes.analysis import analyse
+from autoshard.sharding.layout.operator_strategy import Move, MoveKind, OperatorStrategy
+from autoshard.sharding.lower.products.lane_shards import is_lane_sharded
+from autoshard.sharding.lower.products.scattered_products import scattered_product
 from autoshard.sharding.planner.bound_plan import bound_or_error
+from autoshard.sharding.program.tracing import trace
+from autoshard.spmdrules.core.placement import Spec
+from autoshard.spmdrules.ir.program import Op
 
 ROWS = 8192  # with few rows, the planner reshards these instead of the weights
 Weights = dict[str, jax.Array]
@@ -68,6 +76,37 @@ def test_the_rows_are_scattered() -> None:
     after = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "sharding_constraint" and eqn.invars[0] in products]
     gradients = [eqn.params["sharding"].spec for eqn in after if eqn.outvars[0].aval.shape == (1024, 512)]
     assert [tuple(spec)[:1] for spec in gradients] == [("fsdp",)] * 2
+
+
+def product(subscripts: str, *shapes: tuple[int, ...]) -> Op:
+    """Return the only operator of an einsum."""
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    program = analyse(trace(lambda *xs: jnp.einsum(subscripts, *xs), arrays, {})).axes.program
+    return next(op for op in program.ops() if op.name == "dot_general")
+
+
+COLUMNS: Spec = ((), ("fsdp",))
+
+
+def test_only_products_of_two_matrices_are_computed_transposed() -> None:
+    matrices = product("ka,kb->ab", (4096, 256), (4096, 1024))
+    assert is_lane_sharded(matrices, ((), ()), COLUMNS, {"fsdp": 8})
+    both = product("k,kab->ab", (4096,), (4096, 256, 1024))  # both dimensions of one operand
+    assert not is_lane_sharded(both, ((), ()), COLUMNS, {"fsdp": 8})
+
+
+@pytest.mark.parametrize("kind", ["reduce-scatter", "all-reduce"])
+def test_only_scattered_sums_are_computed_transposed(kind: MoveKind) -> None:
+    op = product("ka,kb->ab", (4096, 256), (4096, 1024))
+    assert op.rule is not None
+    ((summed,),) = ({*op.rule.operands[0][0]},)
+    chosen = OperatorStrategy({"fsdp": summed}, (Move(kind, ("fsdp",), -1, 0.0, 0.0),))
+    made: list[Spec] = []
+    arrays = jnp.ones((4096, 256)), jnp.ones((4096, 1024))
+    layout: Any = SimpleNamespace(mesh={"fsdp": 8})
+    got = scattered_product(layout, op, arrays, chosen, COLUMNS, lambda x, spec: made.append(spec) or x)
+    assert made == ([COLUMNS[::-1]] if kind == "reduce-scatter" else [])
+    assert (got is None) == (kind == "all-reduce")
 
 
 @pytest.mark.parametrize("words", ["fsdp:8", "dp:2 fsdp:4", "fsdp:4 tp:2"])
