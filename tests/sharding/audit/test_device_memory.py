@@ -1,5 +1,6 @@
 """The size of the device's memory space, for programs that place values in the host's memory."""
 
+import dataclasses
 import importlib
 import json
 
@@ -48,6 +49,11 @@ def job_of(offload, target="v5e:2x4"):
 )
 def test_programs_with_values_on_the_host(offload, target, expected):
     assert uses_host(job_of(offload, target)) == expected
+
+
+def test_host_memory_of_a_cpu_is_its_own_memory():
+    job = job_of("hidden")
+    assert uses_host(job) and not uses_host(dataclasses.replace(job, platform="cpu"))
 
 
 def test_the_size_in_a_dump(tmp_path):

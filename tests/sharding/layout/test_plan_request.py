@@ -90,3 +90,8 @@ def test_ep_also_shards_rows_and_the_experts_of_the_router():
     mixed = dataclasses.replace(roles, experts=(1000,), routers=(1001,))
     assert classes_for("ep", mixed, frozenset()) == (1000, 1001, batch, nodes)
     assert classes_for("dp", mixed, frozenset()) == (batch, nodes)
+
+
+def test_a_mesh_axis_is_not_split_for_other_rows_than_the_batch():
+    made = plan(graph_step, *graph_shapes(nodes=12, edges=256, width=32), target="cpu:8", plan="dp:8")
+    assert mesh_sizes(made) == {"dp": 8}  # the nodes alone would split it into 4 and 2
