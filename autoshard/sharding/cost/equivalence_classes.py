@@ -6,6 +6,7 @@ the weights of all layers alike.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.axes.stored_values import may_be_stored, sources_of
+from autoshard.sharding.axes.weights.joined_gradients import joined_gradients
 from autoshard.sharding.axes.weights.joined_sums import joined_sums
 from autoshard.sharding.cost.fusion import Fusion, Kernel
 from autoshard.sharding.layout.operator_sharding import transfer_bytes
@@ -126,10 +128,12 @@ class Facts:
         transfer_bytes: see `operator_sharding.transfer_bytes`.
         memory: what its kernel reads and writes: the value, its bytes before sharding, and its shares in
             `Fusion.narrow` and `Fusion.on_chip`. Values in host memory count as 0 bytes.
+        rounded: the numbers of its operands in `Fusion.rounded`.
     """
 
     transfer_bytes: list[float]
     memory: list[tuple[int, float, float, float]]
+    rounded: tuple[int, ...]
 
 
 @shown
@@ -144,8 +148,9 @@ class OperatorClass:
         numbers: their numbers, counted as in `Program.ops`.
         shared: for each operand, the values that the operators take there.
         reducing: the numbers of the operators at which the results are reduced: their own, or those after a loop
-            that sums the results (`Roles.loop_sums`). Of scatters that are added, the last one reduces the sum
-            (`axes.weights.joined_sums`).
+            that sums the results (`Roles.loop_sums`). Of results that are added first, the last one reduces the sum
+            (`axes.weights.joined_sums`, `axes.weights.joined_gradients`).
+        waiting: pairs of numbers: an operator whose partial sum waits, and the operator whose result is added to it.
     """
 
     op: Op
@@ -154,6 +159,7 @@ class OperatorClass:
     numbers: list[int] = field(default_factory=list)
     shared: list[list[SharedOperands]] = field(default_factory=list)
     reducing: list[int] = field(default_factory=list)
+    waiting: list[tuple[int, int]] = field(default_factory=list)
     _facts: Facts | None = field(default=None, init=False, repr=False)
 
     def facts(self, axes: LogicalAxes, roles: Roles, fusion: Fusion) -> Facts:
@@ -165,7 +171,8 @@ class OperatorClass:
                  fusion.narrow.get(v, 1.0), fusion.on_chip.get(v, 0.0))
                 for v in ((*kernel.reads, *kernel.writes) if kernel else ())
             ]  # fmt: skip
-            self._facts = Facts(transfer_bytes(axes, roles, self.op), memory)
+            rounded = tuple([i for i, v in enumerate(self.op.operands) if v in fusion.rounded])
+            self._facts = Facts(transfer_bytes(axes, roles, self.op), memory, rounded)
         return self._facts
 
     @property
@@ -234,7 +241,7 @@ def operator_classes(
             (of_value[v], v in roles.gradients, v in roles.loop_sums, v in roles.decoded_weights,
              of_value[aliases[v]] if v in aliases else None,
              source if (source := aliases.get(v, v)) in distinct else None, axes.transfer_dtype.get(v),
-             joins.get(roles.joined.origin.get(v))),
+             joins.get(roles.joined.origin.get(v)), v in fusion.rounded),
             len(numbers),
         )
         for v in range(len(avals))
@@ -243,6 +250,8 @@ def operator_classes(
     merged = merged_values(axes.program)
     after_loop = {op.results[0]: number for number, (op, _) in enumerate(ops) if op.name == after_loop_p.name}
     added = {id(op) for found in joined_sums(axes, roles.rows) for op in found.scatters[:-1]}
+    adding = {id(op): id(after) for group in joined_gradients(axes, roles) for op, after in itertools.pairwise(group)}
+    number_of = {id(op): number for number, (op, _) in enumerate(ops)} if adding else {}
     for number, (op, _) in enumerate(ops):
         if op.rule is None or (merged and op.results and merged.keys() >= {*op.results}):
             continue
@@ -258,7 +267,9 @@ def operator_classes(
             found = classes[key] = OperatorClass(op, kernel)
         found.runs += op.trips
         found.numbers.append(number)
-        if id(op) not in added:
+        if id(op) in adding:
+            found.waiting.append((number, number_of[adding[id(op)]]))
+        elif id(op) not in added:
             of_loop = roles.loop_sums.get(op.results[0], -1) if op.results else -1
             found.reducing.append(after_loop.get(of_loop, number))
     priced = [each for each in classes.values() if _may_cost(each, axes, roles)]

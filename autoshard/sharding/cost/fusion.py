@@ -104,12 +104,14 @@ class Fusion:
         on_chip: values that are read only in the same run of their block and can stay in on-chip memory: value -> its
             share of that memory (`on_chip_shares`). Scalars are left out: they take no time in any memory, and their
             shares would tell apart operators that are equal.
+        rounded: operands of products that are rounded before they are gathered (`gathers.rounded_operands`).
     """
 
     kernels: dict[int, Kernel]
     written: frozenset[int]
     narrow: dict[int, float]
     on_chip: dict[int, float] = field(default_factory=dict)
+    rounded: frozenset[int] = frozenset()
 
 
 def reads_memory(user: Op) -> bool:

@@ -180,10 +180,13 @@ class CostModel:
                             key = move.kind, axes, some.number
                             found = Gathered(buffers[key], some.first, move.array, len(collectives))
                             gathered.setdefault(key, found)
-                elif move.kind == "reduce-scatter" and new is each.members:
+                elif move.kind == "reduce-scatter" and (new is each.members or each.waiting):
                     is_sliced = assignment.links(move.kind, axes).kind == "all-reduce"
-                    last = self._held_until[each.members] if is_sliced else each.members
-                    buffers["reduced", number, move.array] = LiveBuffers(move.local_bytes, each.members, last)
+                    last = self._held_until[new] if is_sliced else new
+                    buffers["reduced", number, move.array] = LiveBuffers(move.local_bytes, new, last)
+                if move.array < 0 and each.waiting:
+                    first, last = np.array(each.waiting).T
+                    buffers["waiting", number, move.array] = LiveBuffers(move.local_bytes, first, last)
                 if len(new):
                     for ops, place in self._places(each.op, move, new):
                         runs = each.runs if ops is each.members else float(self.stretches.trips[ops].sum())

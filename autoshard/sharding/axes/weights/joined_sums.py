@@ -9,7 +9,7 @@ one collective reduces their sum.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,18 +54,8 @@ def joined_sums(axes: LogicalAxes, rows: frozenset[int]) -> list[JoinedSum]:
 
 def _sums_of(block: Block, axes: LogicalAxes, rows: frozenset[int], uses: Counter[int]) -> Iterator[JoinedSum]:
     made = {op.results[0]: op for op in block.ops if len(op.results) == 1}
-    is_inner = {
-        v
-        for op in block.ops
-        if _is_addition(op)
-        for v in op.operands
-        if v in made and uses[v] == 1 and _is_addition(made[v])
-    }
     position = {id(op): n for n, op in enumerate(block.ops)}
-    for op in block.ops:
-        if not _is_addition(op) or op.results[0] in is_inner:
-            continue
-        additions, terms = _tree(op, made, is_inner)
+    for additions, terms in sums_of(block.ops, uses):
         alike = defaultdict[Any, list[Op]](list)
         for eqn_op, i in terms:
             term = made.get(eqn_op.operands[i])
@@ -78,6 +68,22 @@ def _sums_of(block: Block, axes: LogicalAxes, rows: frozenset[int], uses: Counte
             others = tuple((each.eqn, i) for each, i in terms if each.operands[i] not in joined)
             in_order = sorted(scatters, key=lambda each: position[id(each)])
             yield JoinedSum(tuple(in_order), tuple(additions), others)
+
+
+def sums_of(ops: Sequence[Op], uses: Mapping[int, int]) -> Iterator[tuple[Sequence[Op], list[tuple[Op, int]]]]:
+    """Yield each sum of arrays: its additions, the last one last; and its terms, each with the addition that takes it.
+
+    Args:
+        ops: the operators among which sums are looked for.
+        uses: value -> how often it is used.
+    """
+    made = {op.results[0]: op for op in ops if len(op.results) == 1}
+    is_inner = {
+        v for op in ops if _is_addition(op) for v in op.operands if v in made and uses[v] == 1 and _is_addition(made[v])
+    }
+    for op in ops:
+        if _is_addition(op) and op.results[0] not in is_inner:
+            yield _tree(op, made, is_inner)
 
 
 def _is_addition(op: Op) -> bool:

@@ -85,7 +85,7 @@ class KnownPrices:
         key = (
             self.target, op.name, id(op.rule), tuple(op.eqn.params.items()), tuple(types), is_literal,
             tuple(facts.transfer_bytes), tuple([(position.get(v), *rest) for v, *rest in facts.memory]),
-            is_loop_term(self.roles.loop_sums, op),
+            is_loop_term(self.roles.loop_sums, op), facts.rounded,
             None if is_decision_point(op) else (moves_operands(op, axes, self.roles), self._logical_axes(arrays)),
         )  # fmt: skip
         try:

@@ -22,6 +22,7 @@ from autoshard.sharding.cost.collectives import merged_reductions
 from autoshard.sharding.cost.constants import ON_CHIP_SHARE
 from autoshard.sharding.cost.equivalence_classes import Facts, OperatorClass, moves_operands
 from autoshard.sharding.cost.fusion import Fusion
+from autoshard.sharding.cost.gathers.rounded_operands import with_rounded_operands
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.cost.prices.price import Price
 from autoshard.sharding.cost.tiles import filled_tile_fraction, is_depthwise, is_vector_product
@@ -100,6 +101,8 @@ class OperatorPrices:
         )  # fmt: skip
         rule = strategy.rule(op)
         moves = strategy.moves if chip.keeps_reduce_scatters else merged_reductions(strategy.moves)
+        if facts.rounded:
+            moves = with_rounded_operands(moves, facts.rounded)
         if op.name == "gather" and self.target.platform == "tpu":
             moves = lookup_moves(moves, op.eqn.outvars[0].aval.shape, results[0], mesh)
         if strategy.form is not None:
