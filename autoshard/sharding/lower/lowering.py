@@ -41,6 +41,7 @@ from autoshard.sharding.lower.layer_exchange import exchanged_layers
 from autoshard.sharding.lower.merged_rows import reshaped_rows
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, on_shards, scope
 from autoshard.sharding.lower.products.scattered_products import scattered_product
+from autoshard.sharding.lower.products.sums_on_shards import sums_on_shards
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.overlap.marks import Marks
 from autoshard.sharding.overlap.modules import ModuleOverlap
@@ -240,7 +241,7 @@ class Lowering:
         if is_declared(op):
             stored = [operand_spec(self.layout, v) if v >= 0 else () for v in op.operands]
             return run_declared(op, chosen, self.mesh, stored, wants, args, self.constrain)
-        if runs_on_shards(op, chosen, self.layout.mesh) or self.rows.reduces(op, chosen):
+        if runs_on_shards(op, chosen, self.layout.mesh) or sums_on_shards(self.layout, op, chosen):
             return on_shards(self.layout, self.mesh, op, chosen, wants, args)
         if (layers := exchanged_layers(self.layout, op, chosen, args, wants, self.constrain)) is not None:
             return layers

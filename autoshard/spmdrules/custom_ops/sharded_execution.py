@@ -143,7 +143,7 @@ def _reduce_partials(x: Any, place: Placement, final_spec: Spec) -> Any:
             x = _scatter_sum(x, scattered, d)
     left = [(axis, op) for axis, op in place.partial if axis not in axes_of(final_spec)]
     if sums := tuple(axis for axis, op in left if op == "sum"):
-        x = lax.psum(x, sums)  # one collective
+        x = _of_parts(lambda part: lax.psum(part, sums), x)  # one collective
     for axis, op in left:
         if op != "sum":
             x = _reduce(x, axis, op)
@@ -160,13 +160,26 @@ def _scatter_sum(x: Any, axes: tuple[str, ...], dim: int) -> Any:
     and after. So leading dimensions of size 1 are dropped for the collective.
     """
     front = range(dim) if math.prod(x.shape[:dim]) == 1 else ()
-    scattered = lax.psum_scatter(lax.squeeze(x, front), axes, scatter_dimension=dim - len(front), tiled=True)
-    return lax.expand_dims(scattered, front)
+
+    def scatter(part: Any) -> Any:
+        return lax.psum_scatter(part, axes, scatter_dimension=dim - len(front), tiled=True)
+
+    return lax.expand_dims(_of_parts(scatter, lax.squeeze(x, front)), front)
+
+
+def _of_parts(reduce: Callable[[Any], Any], x: Any) -> Any:
+    """Reduces a value, or the real and imaginary parts of a complex one.
+
+    XLA:TPU has no reductions of complex numbers. It gathers the terms of all devices, and each device adds them.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return reduce(x)
+    return lax.complex(reduce(lax.real(x)), reduce(lax.imag(x)))
 
 
 def _reduce(x: Any, axis: str, op: str) -> Any:
     if op == "sum":
-        return lax.psum(x, axis)
+        return _of_parts(lambda part: lax.psum(part, axis), x)
     if op in ("max", "min"):
         return (lax.pmax if op == "max" else lax.pmin)(x, axis)
     if op in ("and", "or") and x.dtype == jnp.bool_:

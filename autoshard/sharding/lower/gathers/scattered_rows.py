@@ -1,8 +1,6 @@
-"""Scatters whose results are rows of the data, such as sums of the edges of each node.
+"""Joined sums of rows of the data (`axes.weights.joined_sums`), such as those of both ends of the edges of each node.
 
-They run on shards where they leave partial sums, so that the collectives are those of the plan: a reduce-scatter where
-the rows are sharded, and one reduction for a joined sum (`axes.weights.joined_sums`). XLA:TPU would all-reduce each
-scatter over all mesh axes at once, and then take a slice (libtpu 0.0.42.1, v5e).
+Their scatters run on shards, which add their partial sums. One collective reduces the sum.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from jax import lax
 from autoshard import _compat
 from autoshard.sharding.axes.weights.joined_sums import JoinedSum, joined_sums
 from autoshard.sharding.layout.operator_sharding import sharded_factors, strategy_in_layout, written_spec
-from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.spmdrules.core.rule import Shard
 from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
 from autoshard.spmdrules.ir.program import Op
@@ -39,13 +36,6 @@ class ScatteredRows:
     def waits(self, op: Op) -> bool:
         """Whether an operator is a term of a joined sum, which runs with the last addition of the sum."""
         return id(op) in self._waiting
-
-    def reduces(self, op: Op, chosen: OperatorStrategy) -> bool:
-        """Whether an operator is a scatter of rows that are reduce-scattered."""
-        roles, axes = self.layout.roles, self.layout.axes
-        if op.name != "scatter-add" or not roles.other_rows or not roles.have_rows(axes.of_value[op.results[0]]):
-            return False
-        return any(move.kind == "reduce-scatter" and move.array < 0 for move in chosen.moves)
 
     def __call__(self, op: Op, read: Callable[[Any], Any]) -> list[Any] | None:
         """Return the result of a joined sum, if the operator is its last addition; else None.
