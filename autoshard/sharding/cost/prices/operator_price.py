@@ -24,6 +24,7 @@ from autoshard.sharding.cost.equivalence_classes import Facts, OperatorClass, mo
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.gathers.rounded_operands import with_rounded_operands
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
+from autoshard.sharding.cost.prices.matrix_passes import fourier_work, precision_passes
 from autoshard.sharding.cost.prices.price import Price
 from autoshard.sharding.cost.tiles import filled_tile_fraction, is_depthwise, is_vector_product
 from autoshard.sharding.layout.operator_sharding import strategy_for_specs
@@ -53,6 +54,7 @@ class _Known(NamedTuple):
         busy_s: seconds that the whole operator keeps the matrix unit busy; 0 if it does not use it.
         tile: the size of the tiles of its product; 1 for other operators.
         masked: see `flops.masked_groups`.
+        fourier_us: microseconds of a Fourier transform on a TPU, besides reading its operand and writing its result.
         moves_operands: see `equivalence_classes.moves_operands`.
     """
 
@@ -62,6 +64,7 @@ class _Known(NamedTuple):
     tile: int
     masked: tuple[int, int]
     moves_operands: bool
+    fourier_us: float = 0.0
 
 
 class OperatorPrices:
@@ -124,6 +127,8 @@ class OperatorPrices:
             if known.tile > 1:
                 shards *= filled_tile_fraction(rule, strategy, mesh, known.tile, op.name == CONVOLUTION)
             time = max(time, known.busy_s / shards * 1e6)
+        if known.fourier_us:
+            time += known.fourier_us / math.prod([mesh[a] for a, f in strategy.factors.items() if f is not None])
         copied = self._masked_copies(op, known.masked, strategy, mesh)
         time += self._masked_rows_us(op, facts, moves)
         time += 2 * copied / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6  # written and read
@@ -142,7 +147,7 @@ class OperatorPrices:
             costs = declared_costs(op.eqn, types) if sequence_forms_of(op.eqn.params, types) is not None else ()
             return sum(declared_us(cost, self.target.chip) for cost in costs) / devices
         shards = [(whole / devices * narrow, on_chip) for _, whole, narrow, on_chip in facts.memory]
-        return max(self._transfer_us(shards), known.busy_s / devices * 1e6)
+        return max(self._transfer_us(shards), known.busy_s / devices * 1e6) + known.fourier_us / devices
 
     def _known_of(self, op: Op) -> _Known:
         if op not in self._known:
@@ -150,7 +155,7 @@ class OperatorPrices:
         return self._known[op]
 
     def _find_out(self, op: Op) -> _Known:
-        chip, is_product = self.target.chip, op.name in CONTRACTIONS
+        chip, is_product, on_tpu = self.target.chip, op.name in CONTRACTIONS, self.target.platform == "tpu"
         flops_by_type = matmul_flops(op, self.target.platform)
         rule = op.rule if is_product and chip.tile > 1 else None
         # GPUs have no figure for their vector units, so that only the bytes of such a product count there.
@@ -159,13 +164,18 @@ class OperatorPrices:
             flops / ((chip.vector_ops or math.inf) if on_vectors else chip.reached(size, integer=integer))
             for (size, integer), flops in flops_by_type.items()
         )
+        fourier_us = 0.0
+        if on_tpu and (work := fourier_work(op)) is not None:
+            moved_s = work.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED)
+            fourier_us = (work.flops / chip.reached(2) + moved_s) * 1e6
         return _Known(
             is_decision_point(op),
             is_declared(op),
-            busy_s,
+            busy_s * (precision_passes(op) if on_tpu else 1),
             chip.tile if is_product and not on_vectors else 1,
             masked_groups(op, self.target.platform),
             moves_operands(op, self.axes, self.roles),
+            fourier_us,
         )
 
     def _masked_copies(
