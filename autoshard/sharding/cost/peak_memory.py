@@ -10,8 +10,8 @@ of a loop are updated in place, its initial value too if only the loop takes it.
 each value that an iteration copies from the host, because the copy for the next iteration runs at the same time. Some
 values share the buffer of another one (`reused_buffers`), and values that XLA merges with equal ones are kept once
 (`ir.merged_recomputation`). On GPUs some products run later than the program says (`delayed_gradients`), and stacks of
-parameters have a transposed copy (`gathers.transposed_stacks`). On TPUs, parameters that are gathered after their update
-are held until the end (`gathers.gathered_updates`). Values in host memory take no memory of the device
+parameters have a transposed copy (`gathers.transposed_stacks`). On TPUs, parameters that are gathered after their
+update are held until the end (`gathers.gathered_updates`). Values in host memory take no memory of the device
 (`host_bytes`); there, a loop moves each slice of a stack straight into the stack or out of it. Arrays that the function
 closes over are constants, which every device holds whole. On a TPU an activation is stored in tiles of 128 elements
 along one of its dimensions, the one with the least padding; the result of a declared operator, along its last one
