@@ -122,15 +122,14 @@ class _Search:
 
     def _last_alone(self, gradient: int, joined: Container[int]) -> int:
         """Return the last value that is computed from a gradient alone and that all of its update needs."""
-        while True:
-            following = [v for v in self._results(gradient) if self._is_needed(v, joined)]
-            if len(following) != 1 or following[0] in joined:
-                return gradient
-            (gradient,) = following
 
-    def _is_needed(self, value: int, joined: Container[int]) -> bool:
-        """Whether one of the joined values is computed from a value by elementwise operators, or is that value."""
-        return any(v in joined for v in _reached([value], self._results))
+        def alone(without: int) -> set[int]:
+            return _reached([gradient], lambda v: [] if v in joined or v == without else self._results(v))
+
+        return max(
+            (v for v in alone(-1) if v == gradient or (v not in joined and not any(u in joined for u in alone(v)))),
+            key=lambda v: self.number[id(self.maker[v])],
+        )
 
     def _leads(self, op: Op, derived: Container[int], joined: Container[int]) -> bool:
         """Whether the update needs the result of an operator on the state or the gradient."""
