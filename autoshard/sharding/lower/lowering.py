@@ -5,7 +5,7 @@ constrained to their own shardings before an operator reshards them (`pinned_ope
 which an elementwise operator uses them (`gathered_operands`). A stored parameter is constrained in the narrower of its
 stored and its compute dtype: after a cast to bfloat16, before one to float32. XLA propagates shardings to all other
 values. With more constraints, it would keep gathered activations for the gradients. Loops, branches and calls are
-rewritten in place. Source lines and name scopes are kept.
+rewritten in place. Source lines and name scopes are kept. On TPUs, state waits for its gradients (`update_barriers`).
 """
 
 from __future__ import annotations
