@@ -11,7 +11,8 @@ each value that an iteration copies from the host, because the copy for the next
 values share the buffer of another one (`reused_buffers`), and values that XLA merges with equal ones are kept once
 (`ir.merged_recomputation`). On GPUs some products run later than the program says (`delayed_gradients`), and stacks of
 parameters have a transposed copy (`gathers.transposed_stacks`). On TPUs, parameters that are gathered after their
-update are held until the end (`gathers.gathered_updates`). Values in host memory take no memory of the device
+update are held until the end (`gathers.gathered_updates`), and nodes of a graph that are gathered stay whole
+(`gathers.whole_rows`). Values in host memory take no memory of the device
 (`host_bytes`); there, a loop moves each slice of a stack straight into the stack or out of it. Arrays that the function
 closes over are constants, which every device holds whole. On a TPU an activation is stored in tiles of 128 elements
 along one of its dimensions, the one with the least padding; the result of a declared operator, along its last one
@@ -34,6 +35,7 @@ from autoshard.sharding.cost.equivalence_classes import ValueClasses, distinctly
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.gathers.gathered_updates import gathered_updates, updates
 from autoshard.sharding.cost.gathers.transposed_stacks import stack_uses, transposed_stacks
+from autoshard.sharding.cost.gathers.whole_rows import kept_whole, rows_of_gathers
 from autoshard.sharding.cost.reused_buffers import cast_stacks, overwritten, parts_of_stacks, scattered_into_sums
 from autoshard.sharding.cost.tiles import row_major_values, row_padding
 from autoshard.sharding.layout.layout import Layout
@@ -112,6 +114,7 @@ class MemoryModel:
         of_parameters = {v: s for v, s in axes.parameter_aliases.items() if roles.inputs.get(s) == "parameter"}
         self.stack_uses = stack_uses(program, of_parameters) if self.on_gpu else {}
         self.updates = updates(program, dict(state)) if self.is_tiled else {}
+        self.rows = rows_of_gathers(program, roles, self.written.__getitem__) if self.is_tiled else {}
         casts = cast_stacks(program, of_parameters) if self.is_tiled else {}
         # Parameter -> fraction of its bytes, and the points between which there is a copy in a narrower type.
         self.casts = {
@@ -328,7 +331,7 @@ class MemoryModel:
             transposed_stacks(layout, self.stack_uses),
             gathered_updates(layout, self.updates, self.points),
         )
-        return [*others, *stacks, *updated]
+        return [*kept_whole(others, self.rows), *stacks, *updated]
 
     def _live(self, local: np.ndarray, buffers: Sequence[LiveBuffers] = ()) -> np.ndarray:
         """Return the bytes of temporaries at each point of the program."""
