@@ -6,8 +6,8 @@
 
 Compiled rows are stored one by one in `results/peak_memory.json`, each in place of the earlier one of its name.
 
-Each row is a program (one of `plain_models.py`, or a workload with few layers), a remat policy, a plan and a target. No
-device is needed. The columns are GiB of one device:
+Each row is a program (one of `plain_models.py`, such as `plain-gpt`, or `plain-gpt-8` with 8 rows; or a workload with
+few layers), a remat policy, a plan and a target. No device is needed. The columns are GiB of one device:
 
     predicted   the plan's estimate
     compiled    the compiler's own peak, else arguments + temporaries. For a program with values on the host, the size
@@ -54,13 +54,14 @@ OURS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama2-70b": ("llama2-70b", 32, {"layers": 8, "context": 4096, "attention": "auto"}),
     "gpt3-175b": ("gpt3-175b", 48, {"layers": 4, "attention": "auto"}),
 }
-FSDP, TP, SEQ = "fsdp:8", "dp:4 tp:2", "tp:8 seq"
+FSDP, ZERO1, TP, SEQ = "fsdp:8", "zero1:8", "dp:4 tp:2", "tp:8 seq"
 # (program, remat, plan, targets)
 CASES: Sequence[tuple[str, str, str, Sequence[str]]] = (
     ("plain-llama", "none", FSDP, ("v5e:2x4", "h100:1x8")),
     ("plain-llama", "full", FSDP, ("v6e:2x4", "h100:1x8")),
     ("plain-llama", "dots", TP, ("v6e:2x4",)),
     ("plain-gpt", "none", FSDP, ("v5e:2x4", "h100:1x8")),
+    ("plain-gpt-8", "none", ZERO1, ("v5e:2x4",)),
     ("plain-gpt", "full", FSDP, ("v6e:2x4",)),
     ("plain-gpt", "dots", SEQ, ("v5e:2x4",)),
     ("plain-vit", "none", FSDP, ("v5e:2x4", "h100:1x8")),
@@ -71,6 +72,7 @@ CASES: Sequence[tuple[str, str, str, Sequence[str]]] = (
     ("llama3-8b", "full", FSDP, ("v6e:2x4", "v5p:2x2x2", "h100:1x8")),
     ("llama3-8b-small", "full", FSDP, ("v5e:2x4",)),
     ("gpt-1.3b", "dots", FSDP, ("v5e:2x4", "h100:1x8")),
+    ("gpt-1.3b", "keep:qkv+context+mlp_in", FSDP, ("v5e:2x4",)),
     ("gpt-1.3b", "none", SEQ, ("v5e:2x4",)),
     ("moe-2.4b", "dots", FSDP, ("v5e:2x4",)),
     ("vit-l16", "none", FSDP, ("v5e:2x4", "h100:1x8")),
@@ -139,7 +141,8 @@ HEAD = (
 def made(program: str, remat: str) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
     """Return a program's step, the shapes of its state and those of its batch."""
     if program.startswith("plain-"):
-        return PLAIN[program.removeprefix("plain-")](remat)
+        name, *rows = program.removeprefix("plain-").split("-")
+        return PLAIN[name](remat, *map(int, rows))
     name, rows, changes = OURS[program]
     step, state, batch = workload_step(workload(name).with_(batch_size=rows, remat=remat, **changes))
     return step, state, (batch,)

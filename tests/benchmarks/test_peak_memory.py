@@ -15,8 +15,16 @@ def test_a_plain_step_returns_its_state_and_a_loss(name):
 
 
 def test_every_case_names_a_program():
-    plain = {f"plain-{name}" for name in PLAIN}
-    assert {program for program, *_ in peak_memory.CASES} <= plain | set(peak_memory.OURS)
+    names = {program for program, *_ in peak_memory.CASES} - set(peak_memory.OURS)
+    assert all(name.split("-")[0] == "plain" and name.split("-")[1] in PLAIN for name in names)
+
+
+def test_a_number_after_a_plain_program_is_its_rows():
+    _, state, batch = peak_memory.made("plain-gpt-8", "none")
+    _, as_before, others = peak_memory.made("plain-gpt", "none")
+    assert {x.shape[0] for x in jax.tree.leaves(batch)} == {8}
+    assert {x.shape[0] for x in jax.tree.leaves(others)} == {64}
+    assert jax.tree.leaves(state) == jax.tree.leaves(as_before)
 
 
 def test_a_row_adds_up_memory_by_kind():

@@ -14,8 +14,9 @@ an operand again if the operand's sources are not larger than one activation (a 
 
 A contraction also computes the single chain of elementwise operators that takes its result, up to a value that is
 written. Only this value is written, not the result itself. A loop ends the chain. A chain that reaches no such value,
-and that reads no other array but masks, writes its last value, such as scaled and masked scores in float32. On other
-platforms contractions read their operands from memory.
+that reads no other array but masks and what is broadcast from little data, and that computes in a wider type, writes
+its last value, such as scores in float32 with a mask or a bias. On other platforms contractions read their operands
+from memory.
 
 Elementwise kernels of one block are one kernel if they read the same value of their own shape, such as the moments and
 the parameter of an optimizer's update. A value with several users is written if its sources have at least twice its
@@ -281,6 +282,12 @@ class _Finder:
         avals = self.program.avals
         return all(avals[v].dtype == bool or not avals[v].shape for v in self.sources([value]))
 
+    def is_constant_or_little(self, value: int, user: Op) -> bool:
+        """Whether an operand is a constant or mask, or broadcast from little data, such as a bias of scores."""
+        whole = nbytes(user.eqn.outvars[0].aval)
+        little = sum(nbytes(self.program.avals[v]) for v in self.sources([value])) * BROADCAST_GROWTH < whole
+        return little or self.is_constant_or_mask(value)
+
     def is_mask(self, op: Op) -> bool:
         """Whether a broadcast result is written where it is an operand of a loop. XLA:TPU computes it in the loop."""
         repeats_scalar = op.name == "broadcast_in_dim" and not op.eqn.invars[0].aval.shape
@@ -307,8 +314,10 @@ class _Finder:
                 break
             if user.rule is None or [v.aval.size for v in user.eqn.outvars] != [op.eqn.outvars[0].aval.size]:
                 break
-            widens = widens and all(self.is_constant_or_mask(v) for v in user.operands if v != value)
-            value, computes = user.results[0], computes or user.name not in _MOVES
+            widens = widens and all(self.is_constant_or_little(v, user) for v in user.operands if v != value)
+            value = user.results[0]
+            is_wider = itemsize(self.program.avals[value]) > itemsize(op.eqn.outvars[0].aval)
+            computes = computes or (is_wider and user.name not in _MOVES)
             if value in self.memory:
                 if self.fuses_operands and id(user) not in self.chain_end_ids:
                     self.memory.discard(first)

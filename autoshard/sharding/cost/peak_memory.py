@@ -10,7 +10,9 @@ of a loop are updated in place, its initial value too if only the loop takes it.
 each value that an iteration copies from the host, because the copy for the next iteration runs at the same time. Some
 values share the buffer of another one (`reused_buffers`), and values that XLA merges with equal ones are kept once
 (`ir.merged_recomputation`). On GPUs some products run later than the program says (`delayed_gradients`), and stacks of
-parameters have a transposed copy (`gathers.transposed_stacks`). Values in host memory take no memory of the device
+parameters have a transposed copy (`gathers.transposed_stacks`). On TPUs, parameters that are gathered after their
+update are held until the end (`gathers.gathered_updates`), and nodes of a graph that are gathered stay whole
+(`gathers.whole_rows`). Values in host memory take no memory of the device
 (`host_bytes`); there, a loop moves each slice of a stack straight into the stack or out of it. Arrays that the function
 closes over are constants, which every device holds whole. On a TPU an activation is stored in tiles of 128 elements
 along one of its dimensions, the one with the least padding; the result of a declared operator, along its last one
@@ -31,7 +33,9 @@ from autoshard.sharding.cost.collectives import LiveBuffers
 from autoshard.sharding.cost.delayed_gradients import last_operator, points
 from autoshard.sharding.cost.equivalence_classes import ValueClasses, distinctly_fixed, value_classes
 from autoshard.sharding.cost.fusion import Fusion
+from autoshard.sharding.cost.gathers.gathered_updates import gathered_updates, updates
 from autoshard.sharding.cost.gathers.transposed_stacks import stack_uses, transposed_stacks
+from autoshard.sharding.cost.gathers.whole_rows import kept_whole, rows_of_gathers
 from autoshard.sharding.cost.reused_buffers import cast_stacks, overwritten, parts_of_stacks, scattered_into_sums
 from autoshard.sharding.cost.tiles import row_major_values, row_padding
 from autoshard.sharding.layout.layout import Layout
@@ -109,6 +113,8 @@ class MemoryModel:
         }
         of_parameters = {v: s for v, s in axes.parameter_aliases.items() if roles.inputs.get(s) == "parameter"}
         self.stack_uses = stack_uses(program, of_parameters) if self.on_gpu else {}
+        self.updates = updates(program, dict(state)) if self.is_tiled else {}
+        self.rows = rows_of_gathers(program, roles, self.written.__getitem__) if self.is_tiled else {}
         casts = cast_stacks(program, of_parameters) if self.is_tiled else {}
         # Parameter -> fraction of its bytes, and the points between which there is a copy in a narrower type.
         self.casts = {
@@ -233,8 +239,7 @@ class MemoryModel:
         parts = {role: float(local[values].sum()) for role, values in self.of_role.items()}
         if self.constant_bytes:
             parts["constant"] = self.constant_bytes
-        buffers = [*buffers, *transposed_stacks(layout, self.stack_uses)]
-        parts["temporary"] = float(self._live(local, buffers).max(initial=0.0)) + sum(
+        parts["temporary"] = float(self._live(local, self._buffers(layout, buffers)).max(initial=0.0)) + sum(
             float(self.whole[v]) / layout.shard_count(axes_of(layout.spec(v)))
             for v in layout.inputs_gathered_before_loops
         )
@@ -251,7 +256,7 @@ class MemoryModel:
     def at_peak(self, layout: Layout, buffers: Sequence[LiveBuffers] = ()) -> list[tuple[int, float]]:
         """Return the temporaries at the peak, the largest first, as (value, bytes on one device)."""
         local = np.where(self.on_host, 0.0, self._local(layout))
-        peak = int(self._live(local, [*buffers, *transposed_stacks(layout, self.stack_uses)]).argmax())
+        peak = int(self._live(local, self._buffers(layout, buffers)).argmax())
         live = [v for v in self.keep.tolist() if self.birth[v] <= peak <= self.death[v]]
         return sorted(((v, float(local[v])) for v in live), key=lambda item: -item[1])
 
@@ -319,6 +324,14 @@ class MemoryModel:
         if distinct not in self._classes:
             self._classes[distinct] = value_classes(self.axes, self.roles, self.sized, distinct)
         return self._classes[distinct]
+
+    def _buffers(self, layout: Layout, others: Sequence[LiveBuffers]) -> list[LiveBuffers]:
+        """Return these buffers, and those that the layout needs outside of operators."""
+        stacks, updated = (
+            transposed_stacks(layout, self.stack_uses),
+            gathered_updates(layout, self.updates, self.points),
+        )
+        return [*kept_whole(others, self.rows), *stacks, *updated]
 
     def _live(self, local: np.ndarray, buffers: Sequence[LiveBuffers] = ()) -> np.ndarray:
         """Return the bytes of temporaries at each point of the program."""

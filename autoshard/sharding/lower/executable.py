@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from autoshard import _compat
 from autoshard._shown import shown
@@ -19,6 +20,7 @@ from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.device_mesh import device_mesh
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.machines.options import with_needed
+from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.program.tracing import Traced, trace_flags
@@ -70,8 +72,15 @@ class Executable:
             gather=self.plan.gather,
             early=self.early,
             overlap=self.overlap,
+            on_tpu=self._platform(mesh) == "tpu",
         )
         return _compat.classic_scans()(lowering)
+
+    def _platform(self, mesh: Any) -> str:
+        """Return the platform of a mesh's devices; that of the plan's target if the mesh is abstract."""
+        if isinstance(mesh, AbstractMesh):
+            return find_target(self.plan.target).platform if self.plan.target else ""
+        return mesh.devices.flat[0].platform
 
     def jit(self, devices: Any = None, weak: bool = False) -> Callable[..., Any]:
         """The program under `jax.jit`, for positional arguments: those of `Traced.jit_arguments`.

@@ -5,7 +5,7 @@ constrained to their own shardings before an operator reshards them (`pinned_ope
 which an elementwise operator uses them (`gathered_operands`). A stored parameter is constrained in the narrower of its
 stored and its compute dtype: after a cast to bfloat16, before one to float32. XLA propagates shardings to all other
 values. With more constraints, it would keep gathered activations for the gradients. Loops, branches and calls are
-rewritten in place. Source lines and name scopes are kept.
+rewritten in place. Source lines and name scopes are kept. On TPUs, state waits for its gradients (`update_barriers`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from autoshard.sharding.lower.merged_rows import reshaped_rows
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, on_shards, scope
 from autoshard.sharding.lower.products.scattered_products import scattered_product
 from autoshard.sharding.lower.products.sums_on_shards import sums_on_shards
+from autoshard.sharding.lower.update_barriers import UpdateBarriers
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.overlap.marks import Marks
 from autoshard.sharding.overlap.modules import ModuleOverlap
@@ -65,6 +66,7 @@ class Lowering:
         gather: the order of gathers of parameters, see `ShardingPlan`.
         early: the parameters that are gathered one layer early (`StepCost.early`).
         overlap: the words of `overlap=`, if there are any.
+        on_tpu: whether the program is compiled for TPUs.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Lowering:
         gather: str = "",
         early: frozenset[tuple[int, int]] = frozenset(),
         overlap: ModuleOverlap | None = None,
+        on_tpu: bool = False,
     ):
         self.layout, self.mesh, self.link_prices = layout, mesh, link_prices
         self.order = GatherOrder(mesh) if gather == SEQUENTIAL else None
@@ -84,8 +87,7 @@ class Lowering:
         self.held: dict[Gather, Any] = {}  # the parameters that are gathered already, in the code that is lowered now
         self.overlap = overlap
         self.modules = ModuleCollectives(layout, mesh, overlap) if overlap is not None else None
-        self.rows = ScatteredRows(self)
-        self.constraints = 0
+        self.rows, self.updates, self.constraints = ScatteredRows(self), UpdateBarriers(layout, on_tpu), 0
         self._reversed: dict[int, tuple[Op, Any]] = {}  # reversed parameter -> its `rev` operator, and the operand
 
     def __call__(self, *args: Any) -> list[Any]:
@@ -140,6 +142,7 @@ class Lowering:
                 continue
             if self.layers is not None:
                 self.layers.before(op)
+            self.updates.before(op, env)
             with _compat.source_of(op.eqn):
                 for i, spec in pinned_operands(self.layout, op, block, self.link_prices).items():
                     env[op.eqn.invars[i]] = self.constrain(read(op.eqn.invars[i]), spec)
@@ -301,12 +304,8 @@ class Lowering:
     def nested(self, op: Op, args: list[Any]) -> list[Any]:
         """Return the results of control flow or of a call."""
         params, name = op.eqn.params, op.name
-        if name == "scan":
-            return self.scan(op, args)
-        if name == "while":
-            return self.loop(op, args)
-        if name == "custom_linear_solve":
-            return self.solve(op, args)
+        if (own := {"scan": self.scan, "while": self.loop, "custom_linear_solve": self.solve}.get(name)) is not None:
+            return own(op, args)
         if name == "cond":
             return lax.switch(args[0], [self.function(b) for b in op.blocks], *args[1:])
         if name == "jit":

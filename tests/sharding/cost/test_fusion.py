@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.sharding.cost import fusion as fusion_module
+from autoshard.sharding.cost.constants import BROADCAST_GROWTH
 from autoshard.sharding.cost.fusion import fuse
 from autoshard.spmdrules.custom_ops.operator import operator
 from autoshard.spmdrules.families.stages import read_layer
@@ -140,6 +141,27 @@ def test_scores_that_are_scaled_and_masked_are_written_at_the_end_of_their_chain
     x = jax.ShapeDtypeStruct((B, D), "bfloat16")
     assert values_in_memory(lambda x, y: softmax_of(x, y, lambda s: s * 0.1), x, x)[0] == ((B, B), 4)
     assert values_in_memory(lambda x, y: softmax_of(x, y, lambda s: s), x, x)[0] == ((B, B), 2)  # a cast alone is free
+
+
+def test_scores_with_a_bias_that_is_repeated_are_written_in_the_type_of_their_sum():
+    """T5 adds a bias by positions to the scores of all rows: XLA:TPU stores their sum in float32."""
+    rows = 2 * BROADCAST_GROWTH
+
+    def softmax_of(x, y, bias):
+        scores = jnp.einsum("rbd,rcd->rbc", x, y).astype("float32") + bias
+        return jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
+
+    x = jax.ShapeDtypeStruct((rows, B, D), "bfloat16")
+    bias, as_many = (jax.ShapeDtypeStruct((n, B, B), "float32") for n in (1, rows))
+    assert values_in_memory(softmax_of, x, x, bias)[0] == ((rows, B, B), 4)
+    assert values_in_memory(softmax_of, x, x, as_many)[0] == ((rows, B, B), 2)
+
+    def rounded(x, w, bias):
+        y = (x @ w + bias).astype("float32")
+        return jnp.exp(y - jnp.max(y, -1, keepdims=True))
+
+    w, bias = jax.ShapeDtypeStruct((D, F), "bfloat16"), jax.ShapeDtypeStruct((F,), "bfloat16")
+    assert values_in_memory(rounded, x, w, bias)[0] == ((rows, B, F), 2)  # the sum is computed in 16 bits
 
 
 def test_the_backward_pass_computes_the_operand_of_its_product_again():

@@ -26,14 +26,18 @@ from autoshard.spmdrules.ir.program import Op
 _GATHERS = ("all-gather", "all-to-all", "collective-permute")
 
 
-def rounded_operands(axes: LogicalAxes) -> frozenset[int]:
+def rounded_operands(axes: LogicalAxes, platform: str) -> frozenset[int]:
     """Return the 32-bit operands of products at default precision that no other operator takes as a whole.
 
-    Elementwise operators take the shards of a value, such as the update of a parameter.
+    Elementwise operators take the shards of a value, such as the update of a parameter. Other platforms than `tpu` have
+    no such operands.
 
     Args:
         axes: the program's logical axes.
+        platform: the platform of the target.
     """
+    if platform != "tpu":
+        return frozenset()
     aliases, layers = axes.parameter_aliases, axes.stack_positions
     operands: defaultdict[Any, set[int]] = defaultdict(set)  # what is gathered at once -> the operands of products
     whole: set[Any] = set()  # what other operators take, too

@@ -42,7 +42,7 @@ def scanned(w, x):
 def is_rounded(network, weights=MATRIX, x=BATCH):
     found = analyse(trace(step_of(network), (weights, x), {}))
     origin = {**{v: v for v in found.axes.program.inputs}, **found.axes.parameter_aliases}
-    return found.axes.program.inputs[0] in {origin.get(v) for v in rounded_operands(found.axes)}
+    return found.axes.program.inputs[0] in {origin.get(v) for v in rounded_operands(found.axes, "tpu")}
 
 
 @pytest.mark.parametrize(("network", "expected"), [

@@ -1,0 +1,152 @@
+"""Updates of parameters that wait for their gradients on TPUs.
+
+JAX computes the gradients of many weights transposed, and XLA:TPU keeps their dimensions in that order in memory. The
+update is elementwise, so XLA copies the parameter and its moments to the same order, and back. Nothing orders these
+copies after the gradient. Outside of loops, XLA makes them where the step first reads the parameter, and holds them
+until the update. Optimization barriers between a gradient and the state that is updated with it make the copies wait.
+
+Compiled for v5e:4x4 (libtpu 0.0.42.1), `dp:2 fsdp:8`: the peak of GPT 1.3B with six layers in a row is 5.81 GiB in
+place of 5.99, and its step takes 381 ms in place of 388. With 24 layers, such copies are 0.59 of 8.79 GiB.
+
+Gradients from loops need no barrier, because the loops read the parameters until their end. Gradients that devices do
+not add up have none either, because XLA may compute the update in the kernel of the gradient's product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from autoshard._shown import shown
+from autoshard.sharding.axes.roles import STATE, Roles
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.program.operator_kinds import is_decision_point
+from autoshard.spmdrules.core.placement import axes_of
+from autoshard.spmdrules.ir.program import Op, Program, users_of
+
+_MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "optimization_barrier")
+
+
+@shown
+class Update(NamedTuple):
+    """Values that wait for each other.
+
+    Attributes:
+        gradient: the gradient, or the last value that is computed from it alone, such as the clipped gradient.
+        state: the parameter and its moments.
+        before: the number of the operator before which they wait, counted in the program's outermost block.
+    """
+
+    gradient: int
+    state: tuple[int, ...]
+    before: int
+
+
+class UpdateBarriers:
+    """The barriers of a program.
+
+    Args:
+        layout: the layout.
+        on_tpu: whether the program is compiled for TPUs. Other programs get no barriers.
+    """
+
+    def __init__(self, layout: Layout, on_tpu: bool):
+        program, roles = layout.axes.program, layout.roles
+        batch = [axes_of(layout.spec_of(((row,),))) for row in roles.rows] if on_tpu else []
+        adds_up = any(layout.shard_count(axes) > 1 for axes in batch)
+        ops = program.block.ops
+        self._before = {id(ops[update.before]): update for update in updates(program, roles)} if adds_up else {}
+        self._variable: dict[int, Any] = {}
+        for op in ops if self._before else ():
+            self._variable.update(zip((*op.operands, *op.results), (*op.eqn.invars, *op.eqn.outvars), strict=True))
+
+    def before(self, op: Op, env: dict[Any, Any]) -> None:
+        """Replace the values that wait before this operator: variable of the jaxpr -> value."""
+        if (update := self._before.get(id(op))) is not None:
+            waiting = [self._variable[v] for v in (update.gradient, *update.state)]
+            env.update(zip(waiting, lax.optimization_barrier([env[x] for x in waiting]), strict=True))
+
+
+def updates(program: Program, roles: Roles) -> list[Update]:
+    """Return the elementwise updates of parameters from gradients that no loop computes."""
+    search, found = _Search(program, roles), []
+    for op in program.block.ops:
+        if not _is_elementwise(op) and not any(block.loop for block in op.blocks):
+            made = [search.update(v) for v in op.results if v in roles.gradients]
+            found += [update for update in made if update is not None]
+    return found
+
+
+class _Search:
+    """Finds updates. It follows elementwise operators between values of one shape."""
+
+    def __init__(self, program: Program, roles: Roles):
+        ops = program.block.ops
+        self.avals, self.roles, self.users = program.avals, roles, users_of(ops)
+        self.maker = {v: op for op in ops for v in op.results}
+        self.number = {id(op): n for n, op in enumerate(ops)}
+
+    def update(self, gradient: int) -> Update | None:
+        """Return the update from a gradient; None if there is none, or if it begins before the gradient is known."""
+        derived = _reached([gradient], self._results)
+        joined = {v: self._state(v, derived) for v in derived - {gradient}}
+        joined = {v: state for v, state in joined.items() if state}
+        state = sorted({v for each in joined.values() for v in each})
+        if not any(self.roles.inputs[v] == "parameter" for v in state):
+            return None
+        last = self._last_alone(gradient, joined)
+        taking = [op for v in (last, *state) for op in self.users[v] if self._leads(op, derived - {gradient}, joined)]
+        before = min(self.number[id(op)] for op in taking)
+        return Update(last, tuple(state), before) if before > self.number[id(self.maker[last])] else None
+
+    def _results(self, value: int) -> list[int]:
+        """Return the results of the elementwise operators that take a value."""
+        return [op.results[0] for op in self.users.get(value, ()) if self._is_like(op, value)]
+
+    def _is_like(self, op: Op, value: int) -> bool:
+        return _is_elementwise(op) and self.avals[op.results[0]].shape == self.avals[value].shape
+
+    def _state(self, value: int, derived: AbstractSet[int]) -> set[int]:
+        """Return the state from which the operator of a derived value computes its other operands."""
+
+        def sources(v: int) -> Sequence[int]:
+            return self.maker[v].operands if v in self.maker and self._is_like(self.maker[v], value) else ()
+
+        others = [v for v in self.maker[value].operands if v >= 0 and v not in derived]
+        behind = _reached(others, sources)
+        shape = self.avals[value].shape
+        return {v for v in behind if self.roles.inputs.get(v) in STATE and self.avals[v].shape == shape}
+
+    def _last_alone(self, gradient: int, joined: Container[int]) -> int:
+        """Return the last value that is computed from a gradient alone and that all of its update needs."""
+
+        def alone(without: int) -> set[int]:
+            return _reached([gradient], lambda v: [] if v in joined or v == without else self._results(v))
+
+        return max(
+            (v for v in alone(-1) if v == gradient or (v not in joined and not any(u in joined for u in alone(v)))),
+            key=lambda v: self.number[id(self.maker[v])],
+        )
+
+    def _leads(self, op: Op, derived: Container[int], joined: Container[int]) -> bool:
+        """Whether the update needs the result of an operator on the state or the gradient."""
+        if not op.results or not self._is_like(op, op.results[0]):
+            return False
+        return any(v in derived and v in joined for v in _reached([op.results[0]], self._results))
+
+
+def _reached(start: Sequence[int], following: Callable[[int], Sequence[int]]) -> set[int]:
+    found, todo = {*start}, [*start]
+    while todo:
+        new = {v for v in following(todo.pop()) if v >= 0} - found
+        found |= new
+        todo += new
+    return found
+
+
+def _is_elementwise(op: Op) -> bool:
+    is_plain = op.rule is not None and not op.blocks and not is_decision_point(op)
+    return is_plain and len(op.results) == 1 and op.name not in _MOVES

@@ -1,0 +1,106 @@
+"""On TPUs, updates of parameters wait for their gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autoshard
+from autoshard.sharding.planner.bound_plan import bound_or_error
+
+LAYERS, WIDTH, ROWS = 2, 512, 4096
+
+
+def loss(params, x):
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w["up"]) @ w["down"]
+    return jnp.mean(x**2)
+
+
+def scanned_loss(params, x):
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w["up"]) @ w["down"], None))
+    return jnp.mean(jax.lax.scan(layer, x, params["layers"])[0] ** 2)
+
+
+def train_step(optimizer, loss=loss):
+    def step(state, x):
+        params, moments = state
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        changes, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, changes), moments), value
+
+    return step
+
+
+def shapes(optimizer, scanned=False):
+    def state():
+        def ones(*shape):
+            return jnp.ones((LAYERS, *shape)) if scanned else jnp.ones(shape)
+
+        layers = [{"up": ones(WIDTH, 2 * WIDTH), "down": ones(2 * WIDTH, WIDTH)}] * LAYERS
+        params = {"layers": layers[0] if scanned else layers}
+        return params, optimizer.init(params)
+
+    return jax.eval_shape(state), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+
+
+def lowered(step, args, words="dp:2 fsdp:4", target="v5e:2x4"):
+    """The jaxpr of the program that a plan lowers to."""
+    made = autoshard.plan(step, *args, plan=words, target=target)
+    program = bound_or_error(made.bound).executable.constrained_program(made.mesh)
+    return jax.make_jaxpr(program)(*jax.tree.leaves(args)).jaxpr
+
+
+def barriers(jaxpr):
+    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+
+
+ADAM, MOMENTUM = optax.adamw(1e-3), optax.sgd(1e-2, momentum=0.9)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
+
+
+@pytest.mark.parametrize(("optimizer", "state"), [(ADAM, 3), (MOMENTUM, 2), (optax.sgd(1e-2), 1), (CLIPPED, 3)])
+def test_each_gradient_is_joined_with_its_parameter_and_moments(optimizer, state):
+    jaxpr = lowered(train_step(optimizer), shapes(optimizer))
+    found = barriers(jaxpr)
+    assert len(found) == 2 * LAYERS
+    assert all(len(eqn.invars) == 1 + state and len({v.aval.shape for v in eqn.invars}) == 1 for eqn in found)
+    inputs = set(jaxpr.invars)
+    assert all(inputs >= {*eqn.invars[1:]} and eqn.invars[0] not in inputs for eqn in found)
+    joined = {v for eqn in found for v in eqn.invars[1:]}
+    assert joined == {v for v in jaxpr.invars if v.aval.ndim and v.aval.shape != (ROWS, WIDTH)}
+    for eqn in found:  # nothing but constraints takes the state itself after that
+        later = jaxpr.eqns[jaxpr.eqns.index(eqn) + 1 :]
+        takers = {e.primitive.name for e in later if set(eqn.invars[1:]) & {v for v in e.invars if hasattr(v, "count")}}
+        assert takers <= {"sharding_constraint"}
+
+
+def test_a_clipped_update_waits_for_the_clipped_gradient():
+    """Otherwise the copies of the state are made before the gradients of the other layers are computed."""
+    jaxpr = lowered(train_step(CLIPPED), shapes(CLIPPED))
+    maker = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}
+    assert {maker[eqn.invars[0]] for eqn in barriers(jaxpr)} <= {"mul", "div", "select_n", "jit", "pjit"}
+
+
+@pytest.mark.parametrize(
+    ("words", "target", "scanned"),
+    [("dp:2 fsdp:4", "v5e:2x4", True), ("dp:2 fsdp:4", "h100:1x8", False), ("dp:1", "v5e:1x1", False)],
+)
+def test_other_programs_have_no_barriers(words, target, scanned):
+    """Those with loops over layers, those for GPUs, and those whose gradients devices do not add up."""
+    step = train_step(ADAM, scanned_loss if scanned else loss)
+    assert not barriers(lowered(step, shapes(ADAM, scanned), words, target))
+
+
+def test_values_stay_the_same():
+    step, random = train_step(CLIPPED), np.random.default_rng(0)
+    (params, _), x = jax.tree.map(lambda s: random.normal(size=s.shape).astype(s.dtype) / 32, shapes(CLIPPED))
+    args = (params, CLIPPED.init(params)), x
+    made = autoshard.plan(step, *args, plan="dp:2 fsdp:4", target="v5e:2x4")
+    program = bound_or_error(made.bound).executable.constrained_program(made.mesh)
+    mesh = jax.make_mesh(made.mesh.axis_sizes, made.mesh.axis_names, axis_types=made.mesh.axis_types)
+    with jax.set_mesh(mesh):
+        results = jax.jit(program)(*jax.tree.leaves(args))
+    for result, expected in zip(results, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=2e-4, atol=1e-5)
