@@ -250,7 +250,9 @@ def operator_classes(
     merged = merged_values(axes.program)
     after_loop = {op.results[0]: number for number, (op, _) in enumerate(ops) if op.name == after_loop_p.name}
     added = {id(op) for found in joined_sums(axes, roles.rows) for op in found.scatters[:-1]}
-    adding = {id(op): id(after) for group in joined_gradients(axes, roles) for op, after in itertools.pairwise(group)}
+    adding = {
+        id(op): id(after) for group in joined_gradients(axes, roles.rows) for op, after in itertools.pairwise(group)
+    }
     number_of = {id(op): number for number, (op, _) in enumerate(ops)} if adding else {}
     for number, (op, _) in enumerate(ops):
         if op.rule is None or (merged and op.results and merged.keys() >= {*op.results}):

@@ -110,6 +110,8 @@ class CostModel:
                 cannot hide.
         """
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
+        if gather == PREFETCH or synchronous is not None:  # these gathers move parameters in their own type
+            fusion = replace(fusion, rounded=frozenset())
         self.fusion, self.distinct, self.gather, self.synchronous = fusion, distinct, gather, synchronous
         self.early = EarlyGathers(axes, roles, target) if gather == PREFETCH else None
         self.classes = operator_classes(axes, roles, fusion, distinct)

@@ -112,7 +112,7 @@ class PlanningProblem:
         """The models that price layouts of the program: time and memory."""
         target, donated = self.machine.target, {self.program.inputs[i] for i in self.traced.donated}
         fusion = fuse(self.program, target.platform == "tpu", target.platform == "cuda", views(self.axes))
-        fusion = replace(fusion, rounded=rounded_operands(self.axes, target.platform))
+        fusion = replace(fusion, rounded=rounded_operands(self.axes, self.roles, target.platform))
         cost = CostModel(self.axes, self.roles, target, fusion, self.state, gather=self.gather,
                          synchronous=self.overlap.synchronous if self.overlap else None)  # fmt: skip
         looped = {v for op in self.program.block.ops if op.name == "scan" for v in op.results}

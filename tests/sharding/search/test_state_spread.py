@@ -61,4 +61,5 @@ def test_less_spreading_can_be_faster():
 
 
 def test_the_search_tries_other_spreads():
-    assert "dp:2 zero1:32" in [name for name, _, _ in made(None).candidates]
+    with jax.default_matmul_precision("highest"):  # otherwise gathers move 16 bits, and `fsdp` is faster
+        assert "dp:2 zero1:32" in [name for name, _, _ in made(None).candidates]

@@ -13,7 +13,6 @@ from collections import defaultdict
 from typing import Any
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.axes.weights.joined_sums import sums_of
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Op, inlined, users_of
@@ -21,7 +20,7 @@ from autoshard.spmdrules.ir.program import Op, inlined, users_of
 _MOVES = ("transpose", "reshape", "squeeze")
 
 
-def joined_gradients(axes: LogicalAxes, roles: Roles) -> list[tuple[Op, ...]]:
+def joined_gradients(axes: LogicalAxes, rows: frozenset[int]) -> list[tuple[Op, ...]]:
     """Return the products and scatters whose results are added before they are reduced, each group in program order.
 
     The operators of a group have equal logical axes, so that every layout shards them alike. XLA also adds a product to
@@ -29,7 +28,7 @@ def joined_gradients(axes: LogicalAxes, roles: Roles) -> list[tuple[Op, ...]]:
 
     Args:
         axes: the program's logical axes.
-        roles: their roles.
+        rows: the axes of rows (`Roles.rows`).
     """
     found, blocks = list[tuple[Op, ...]](), [axes.program.block]
     while blocks:
@@ -49,7 +48,7 @@ def joined_gradients(axes: LogicalAxes, roles: Roles) -> list[tuple[Op, ...]]:
                 term = made.get(v)
                 while term is not None and term.name in _MOVES and uses[term.results[0]] == 1:
                     term = made.get(term.operands[0])
-                if term is not None and uses[term.results[0]] == 1 and _is_gradient(term, axes, roles):
+                if term is not None and uses[term.results[0]] == 1 and _is_gradient(term, axes, rows):
                     key = term.name, *(axes.of_value[v] for v in (*term.operands, *term.results) if v >= 0)
                     alike[key, term.eqn.outvars[0].aval.dtype].append(term)
             groups = (sorted(group, key=lambda op: position[id(op)]) for group in alike.values())
@@ -57,7 +56,7 @@ def joined_gradients(axes: LogicalAxes, roles: Roles) -> list[tuple[Op, ...]]:
     return found
 
 
-def _is_gradient(op: Op, axes: LogicalAxes, roles: Roles) -> bool:
+def _is_gradient(op: Op, axes: LogicalAxes, rows: frozenset[int]) -> bool:
     """Whether an operator sums over rows: a product, or a scatter of rows into an array without rows."""
     if op.name == "scatter-add":
         summed = op.operands[2:]
@@ -65,5 +64,8 @@ def _is_gradient(op: Op, axes: LogicalAxes, roles: Roles) -> bool:
         summed = op.operands[:2]
     else:
         return False
-    of_value = axes.of_value
-    return not roles.have_rows(of_value[op.results[0]]) and all(v >= 0 and roles.have_rows(of_value[v]) for v in summed)
+
+    def have_rows(v: int) -> bool:
+        return v >= 0 and any(not rows.isdisjoint(dim) for dim in axes.of_value[v])
+
+    return not have_rows(op.results[0]) and all(map(have_rows, summed))

@@ -4,7 +4,9 @@ At JAX's default precision, a TPU multiplies 32-bit floats as bfloat16. The comp
 collective that moves fewer bytes. So it moves 16 bits of a weight that is stored in 32. It does not if another operator
 takes the gathered value, too, or if the product asks for a higher precision. Compiled for v5e:2x4 with `fsdp:8`
 (libtpu 0.0.42.1), steps in float32 gather half of their parameters' bytes: matrices, stacks of layers, heads, and
-kernels of convolutions. With `precision="highest"`, they gather all of them. Gradients are reduced in 32 bits.
+kernels of convolutions. With `precision="highest"`, they gather all of them. Gradients are reduced in 32 bits. With
+`gather="prefetch"`, a loop over layers gathers 32 bits, because its carry holds the gathered parameters; with
+`"sequential"` it gathers 16 bits, and layers in a row gather some parameters in 32.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.constants import PRODUCT_OPERAND_BYTES
 from autoshard.sharding.layout.operator_strategy import Move
 from autoshard.sharding.program.array_sizes import itemsize
@@ -26,19 +29,22 @@ from autoshard.spmdrules.ir.program import Op
 _GATHERS = ("all-gather", "all-to-all", "collective-permute")
 
 
-def rounded_operands(axes: LogicalAxes, platform: str) -> frozenset[int]:
+def rounded_operands(axes: LogicalAxes, roles: Roles, platform: str) -> frozenset[int]:
     """Return the 32-bit operands of products at default precision that no other operator takes as a whole.
 
-    Elementwise operators take the shards of a value, such as the update of a parameter. Other platforms than `tpu` have
-    no such operands.
+    Elementwise operators take the shards of a value, such as the update of a parameter. Weights that the program
+    computes, rearranges or joins are left out, because the lowering constrains them in their own type before they are
+    gathered. Other platforms than `tpu` have no such operands.
 
     Args:
         axes: the program's logical axes.
+        roles: their roles.
         platform: the platform of the target.
     """
     if platform != "tpu":
         return frozenset()
     aliases, layers = axes.parameter_aliases, axes.stack_positions
+    constrained = {*roles.computed_weights, *roles.rearranged_weights, *roles.joined.origin}
     operands: defaultdict[Any, set[int]] = defaultdict(set)  # what is gathered at once -> the operands of products
     whole: set[Any] = set()  # what other operators take, too
     for op in axes.program.ops():
@@ -49,7 +55,7 @@ def rounded_operands(axes: LogicalAxes, platform: str) -> frozenset[int]:
             if v < 0:
                 continue
             key = aliases.get(v, v), layers.get(v)
-            if rounds and atom.aval.dtype == jnp.float32:
+            if rounds and v not in constrained and atom.aval.dtype == jnp.float32:
                 operands[key].add(v)
             elif itemsize(atom.aval) > PRODUCT_OPERAND_BYTES:
                 whole.add(key)

@@ -59,7 +59,7 @@ def cast_at_each_use(weights, a, b):
 
 def groups(loss, weights=WEIGHTS, batch=(BATCH, BATCH)):
     found = analyse(trace(step_of(loss), (weights, *batch), {}))
-    return sorted(len(group) for group in joined_gradients(found.axes, found.roles))
+    return sorted(len(group) for group in joined_gradients(found.axes, found.roles.rows))
 
 
 @pytest.mark.parametrize(("loss", "expected"), [
@@ -84,7 +84,7 @@ def test_differences_are_reduced_apart():
         return jax.tree.map(lambda w, x, y: w - 0.1 * (x - y), weights, one, other)
 
     found = analyse(trace(step, (WEIGHTS, BATCH, BATCH), {}))
-    assert joined_gradients(found.axes, found.roles) == []
+    assert joined_gradients(found.axes, found.roles.rows) == []
 
 
 def test_a_product_and_a_scatter_are_apart():
@@ -125,7 +125,7 @@ def test_each_partial_sum_waits_for_the_next_one():
         if some.nbytes == WIDTH * WIDTH * 2
         for first, last in zip(some.first, some.last, strict=True)
     ]
-    (terms,) = joined_gradients(problem.axes, problem.roles)
+    (terms,) = joined_gradients(problem.axes, problem.roles.rows)
     products = [n for n, op in enumerate(problem.program.ops()) if op in terms]
     assert len(products) == 4
     assert {*itertools.pairwise(products), (products[-1], products[-1])} <= {*partial_sums}

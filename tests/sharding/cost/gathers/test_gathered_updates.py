@@ -40,7 +40,7 @@ def test_new_parameters_are_held_until_the_end_on_tpus(scanned):
 
 def test_parameters_that_are_not_gathered_are_updated_in_place():
     assert temporary("fsdp:8") < 0.7
-    assert temporary("dp:8", scanned=True) == pytest.approx(temporary("dp:8", "h100:1x8", scanned=True), rel=0.2)
+    assert temporary("dp:8", scanned=True) == pytest.approx(temporary("dp:8", "h100:1x8", scanned=True), rel=0.25)
 
 
 def test_results_outside_of_donated_memory_count_once():

@@ -80,7 +80,7 @@ def test_the_rows_are_scattered() -> None:
 
 def product(subscripts: str, *shapes: tuple[int, ...]) -> Op:
     """Return the only operator of an einsum."""
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    arrays = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     program = analyse(trace(lambda *xs: jnp.einsum(subscripts, *xs), arrays, {})).axes.program
     return next(op for op in program.ops() if op.name == "dot_general")
 
