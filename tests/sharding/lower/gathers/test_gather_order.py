@@ -142,8 +142,8 @@ def test_each_use_in_the_compiled_program_has_a_gather_of_its_own():
 
 def test_memory_and_traffic_are_priced():
     shapes = {"up": (1024, 4096), "down": (4096, 1024)}
-    wide = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    x = jax.ShapeDtypeStruct((8192, 1024), jnp.float32)
+    wide = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
 
     def gradient_of_input(params, x):  # needs every parameter twice, and no gradient of a parameter
         return jax.grad(lambda x: jnp.mean(unrolled(layer)(params, x) ** 2))(x)
@@ -151,7 +151,7 @@ def test_memory_and_traffic_are_priced():
     def estimate_of(gather):
         return plan(gradient_of_input, [wide] * 8, x, plan="fsdp:8", target="v5e:2x4", gather=gather).estimate
 
-    auto, sequential, parameter = estimate_of("auto"), estimate_of("sequential"), 1024 * 4096 * 4
+    auto, sequential, parameter = estimate_of("auto"), estimate_of("sequential"), 1024 * 4096 * 2
     assert auto.peak_memory_bytes - sequential.peak_memory_bytes > 10 * parameter  # 16 gathered ones, or two
     assert sequential.comm_bytes == pytest.approx(2 * auto.comm_bytes, rel=0.01)
     assert sequential.step_time_us > auto.step_time_us
