@@ -244,7 +244,7 @@ class Lowering:
         if is_declared(op):
             stored = [operand_spec(self.layout, v) if v >= 0 else () for v in op.operands]
             return run_declared(op, chosen, self.mesh, stored, wants, args, self.constrain)
-        if runs_on_shards(op, chosen, self.layout.mesh) or sums_on_shards(self.layout, op, chosen):
+        if runs_on_shards(op, chosen, self.layout.mesh):
             return on_shards(self.layout, self.mesh, op, chosen, wants, args)
         if (layers := exchanged_layers(self.layout, op, chosen, args, wants, self.constrain)) is not None:
             return layers
@@ -260,7 +260,8 @@ class Lowering:
                         args[i] = self.resharded(x, chosen.spec(d), v)
         if self.modules is not None and marks.reduces:
             return self.modules.reduced(op, chosen, wants, args, marks.alone)
-        if (order := order_of_scatter(self.layout, op, chosen, wants[0])) is not None:
+        order = order_of_scatter(self.layout, op, chosen, wants[0])
+        if order is not None or sums_on_shards(self.layout, op, chosen):
             return on_shards(self.layout, self.mesh, op, chosen, wants, args, order)
         if self.modules is not None and marks.ring is not None:
             return [self.constrain(self.modules.in_parts(op, marks.ring, chosen, wants[0], args), wants[0])]

@@ -37,6 +37,22 @@ def test_a_collective_alone_has_a_group_and_a_product_in_parts_has_permutes():
     assert 0 < marks("1/up:matmul=on", "dp:2 tp:4 seq")[1] < marks("*/up:matmul=on", "dp:2 tp:4 seq")[1]
 
 
+def test_the_gradient_of_a_table_is_alone_where_its_reduction_is_off():
+    """Its lookups run on shards in any case, because it is summed over two mesh axes."""
+
+    def table_step(params, tokens):
+        gradients = jax.grad(lambda p: jnp.mean((jnp.tanh(p["table"][tokens]) @ p["out"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    def groups(overlap):
+        made = plan(table_step, params, tokens, plan="dp:2 fsdp:4", overlap=overlap)
+        text = made.jit().lower(params, tokens).as_text()
+        return len({*re.findall(r'_scheduling_group_id = "(\d+)"', text)})
+
+    params, tokens = {"table": jnp.ones((64, 16)), "out": jnp.ones((16, 16))}, jnp.zeros((64, 64), int)
+    assert [groups(overlap) for overlap in (None, "table:reduce=off")] == [0, 1]
+
+
 def test_a_gather_that_is_on_waits_for_no_earlier_use():
     layers, x = parameters(), inputs()
 

@@ -7,7 +7,10 @@ import optax
 import pytest
 
 import autoshard
+from autoshard.sharding.axes.analysis import analyse
+from autoshard.sharding.lower.update_barriers import updates
 from autoshard.sharding.planner.bound_plan import bound_or_error
+from autoshard.sharding.program.tracing import trace
 
 LAYERS, WIDTH, ROWS = 2, 512, 4096
 
@@ -100,7 +103,38 @@ def test_values_stay_the_same():
     made = autoshard.plan(step, *args, plan="dp:2 fsdp:4", target="v5e:2x4")
     program = bound_or_error(made.bound).executable.constrained_program(made.mesh)
     mesh = jax.make_mesh(made.mesh.axis_sizes, made.mesh.axis_names, axis_types=made.mesh.axis_types)
+    assert barriers(jax.make_jaxpr(program)(*jax.tree.leaves(args)).jaxpr)
     with jax.set_mesh(mesh):
         results = jax.jit(program)(*jax.tree.leaves(args))
     for result, expected in zip(results, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         np.testing.assert_allclose(result, expected, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("operators", "expected"), [(20, 1), (400, 0)])
+def test_long_chains_have_no_barrier(operators, expected):
+    """The search takes time that grows with the square of their number."""
+
+    def step(w, x):
+        update = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        for _ in range(operators):
+            update = jnp.sin(update)
+        return w - 0.1 * update
+
+    args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    assert len(barriers(lowered(step, args))) == expected
+
+
+def test_moments_on_the_host_wait_for_nothing():
+    def step(state, x):
+        w, moments = state
+        gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        moments = 0.1 * gradient + 0.9 * jax.device_put(moments, jax.memory.Space.Device)
+        return (w - 0.1 * moments, jax.device_put(moments, jax.memory.Space.Host)), None
+
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    on_host, on_device = jax.device_put(jnp.ones((64, 64)), host), jnp.ones((64, 64))
+    waiting = {}
+    for name, moments in (("host", on_host), ("device", on_device)):
+        found = analyse(trace(step, ((on_device, moments), jnp.ones((4096, 64))), {}))
+        waiting[name] = [len(update.state) for update in updates(found.axes.program, found.roles)]
+    assert {*waiting["host"]} == {1} and 2 in waiting["device"]

@@ -23,8 +23,9 @@ _MOVES = ("transpose", "reshape", "squeeze")
 def joined_gradients(axes: LogicalAxes, rows: frozenset[int]) -> list[tuple[Op, ...]]:
     """Return the products and scatters whose results are added before they are reduced, each group in program order.
 
-    The operators of a group have equal logical axes, so that every layout shards them alike. XLA also adds a product to
-    a scatter, and sums over different rows. Such terms are not returned, because a layout may reduce only one of them.
+    The operators of a group have equal names and logical axes, so that every layout shards them alike. XLA also adds a
+    product to a scatter, and a sum over one kind of rows to a sum over another kind. Such terms are not returned: a
+    layout may shard them in different ways, and reduce only one of them.
 
     Args:
         axes: the program's logical axes.
@@ -50,7 +51,7 @@ def joined_gradients(axes: LogicalAxes, rows: frozenset[int]) -> list[tuple[Op, 
                     term = made.get(term.operands[0])
                 if term is not None and uses[term.results[0]] == 1 and _is_gradient(term, axes, rows):
                     key = term.name, *(axes.of_value[v] for v in (*term.operands, *term.results) if v >= 0)
-                    alike[key, term.eqn.outvars[0].aval.dtype].append(term)
+                    alike[key].append(term)
             groups = (sorted(group, key=lambda op: position[id(op)]) for group in alike.values())
             found += [tuple(group) for group in groups if len(group) > 1]
     return found

@@ -5,8 +5,8 @@ buffer, and copies that at the end of the program. So all new parameters are hel
 
 Compiled for v5e:4x4 (libtpu 0.0.42.1), `zero1:16`: with 64 rows, a scanned ViT-L/16 holds 1.17 GiB of new parameters at
 the end of its step, and its parameters have 1.13 GiB. A mixture of experts with three layers in a row holds 1.52 GiB,
-and its parameters have 1.67 GiB. The results are the same if the new parameter depends on all uses of the old one, or
-has the same layout in memory.
+and its parameters have 1.67 GiB. Two changes of the program did not help: to make the new parameter depend on all uses
+of the old one, and to give both the same layout in memory.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Operands of products that XLA:TPU rounds to 16 bits before it gathers them.
 
-At JAX's default precision, a TPU multiplies 32-bit floats as bfloat16. The compiler rounds an operand on the side of a
-collective that moves fewer bytes. So it moves 16 bits of a weight that is stored in 32. It does not if another operator
-takes the gathered value, too, or if the product asks for a higher precision. Compiled for v5e:2x4 with `fsdp:8`
-(libtpu 0.0.42.1), steps in float32 gather half of their parameters' bytes: matrices, stacks of layers, heads, and
-kernels of convolutions. With `precision="highest"`, they gather all of them. Gradients are reduced in 32 bits. With
-`gather="prefetch"`, a loop over layers gathers 32 bits, because its carry holds the gathered parameters; with
-`"sequential"` it gathers 16 bits, and layers in a row gather some parameters in 32.
+At JAX's default precision, a TPU multiplies 32-bit floats as bfloat16. The compiler rounds a weight before it gathers
+it, so that fewer bytes move. It gathers 32 bits if another operator takes the gathered weight, too, or if the product
+asks for a higher precision.
+
+Compiled for v5e:2x4 with `fsdp:8` (libtpu 0.0.42.1), steps in float32 gather half of their parameters' bytes: matrices,
+stacks of layers, heads, and kernels of convolutions. With `precision="highest"`, they gather all of them. Gradients are
+reduced in 32 bits. With `gather="prefetch"`, a loop over layers gathers 32 bits, because its carry holds the gathered
+parameters. With `gather="sequential"` a loop gathers 16 bits, and layers in a row gather some parameters in 32.
 """
 
 from __future__ import annotations

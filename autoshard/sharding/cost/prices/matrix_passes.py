@@ -4,18 +4,19 @@ A TPU multiplies 32-bit floats as bfloat16. For a higher precision, it splits op
 multiplies these: 3 products for `Precision.HIGH`, 6 for `HIGHEST`.
 
 A Fourier transform is products with matrices of roots of unity, at the highest precision. Along N elements, the
-matrices have N rows. If N is a power of two above 256, there are two products with smaller matrices, whose sizes
-multiply to N, and the values between them are stored. Each complex product is three real ones. Compiled for v5e
-(libtpu 0.0.42.1) along 128 to 65536 elements, this gives the compiler's operations within 5 % if N is a power of two.
-If it is not, the compiler counts 2 to 12 operations for each element and row, and this function 4 or 6. Of 20 single
-transforms (`benchmarks/transforms.py`), the estimated time is 0.7 to 1.4 times the referee's. Without this, it was
-0.02 to 0.2 times.
+matrices have N rows. If N is a power of two above 256, there are two smaller products, with matrices of A and B rows
+for N = A x B. The values between them are stored. Each complex product is three real ones.
+
+Compiled for v5e (libtpu 0.0.42.1) along 128 to 65536 elements, this gives the compiler's operations within 5 % if N is
+a power of two. For other N, the compiler counts 2 N to 12 N operations for each element, and this function 4 N or 6 N.
+Of 20 single transforms (`benchmarks/transforms.py`), the estimated time is 0.7 to 1.4 times the referee's. Without
+this, it was 0.02 to 0.2 times.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -57,8 +58,16 @@ def precision_passes(op: Op) -> int:
     if op.name not in CONTRACTIONS or any(v.aval.dtype != jnp.float32 for v in op.eqn.invars[:2]):
         return 1
     precision = op.eqn.params.get("precision")
-    each = precision if isinstance(precision, tuple) else (precision,)
-    return max(_PASSES.get(p, 1) if isinstance(p, lax.Precision) else 1 for p in each)
+    return max(map(_passes_of, precision if isinstance(precision, tuple) else (precision,)))
+
+
+def _passes_of(precision: Any) -> int:
+    """The passes of a `Precision`, or of a `DotAlgorithmPreset` such as `BF16_BF16_F32_X3`."""
+    if isinstance(precision, lax.DotAlgorithmPreset):
+        parts = precision.name.rpartition("_X")[2]
+        exact = precision is lax.DotAlgorithmPreset.F32_F32_F32
+        return _PASSES[lax.Precision.HIGHEST] if exact else int(parts) if parts.isdigit() else 1
+    return _PASSES.get(precision, 1)
 
 
 def fourier_work(op: Op) -> FourierWork | None:

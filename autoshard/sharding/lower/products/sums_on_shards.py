@@ -2,8 +2,8 @@
 
 - Sums of rows of the data, such as those of the edges of each node. XLA:TPU would all-reduce each over all mesh axes at
   once, and then take a slice (libtpu 0.0.42.1, v5e).
-- The gradient of a table, if it is summed over several mesh axes and sharded over one of them: XLA does the same. It
-  reduce-scatters by itself only what is summed over a single mesh axis.
+- The gradient of a table, if it is summed over several mesh axes and sharded over one of them. XLA:TPU all-reduces it
+  in the same way. What is summed over a single mesh axis, XLA reduce-scatters by itself.
 - Sums of complex numbers. XLA:TPU gathers the partial sums of all devices, and each device adds them. On shards, real
   and imaginary parts are reduced (`spmdrules.custom_ops.sharded_execution`).
 """

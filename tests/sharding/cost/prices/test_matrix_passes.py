@@ -31,6 +31,19 @@ def test_passes_of_a_product(x, precision, passes):
     assert precision_passes(only("dot_general", lambda x: jnp.matmul(x, x, precision=precision), x)) == passes
 
 
+@pytest.mark.parametrize(("preset", "passes"), [
+    ("BF16_BF16_F32", 1), ("BF16_BF16_F32_X3", 3), ("BF16_BF16_F32_X9", 9), ("F32_F32_F32", 6),
+])  # fmt: skip
+def test_passes_of_an_algorithm(preset, passes):
+    algorithm = lax.DotAlgorithmPreset[preset]
+    assert precision_passes(only("dot_general", lambda x: jnp.matmul(x, x, precision=algorithm), WIDE)) == passes
+
+
+def test_the_larger_precision_of_both_operands_counts():
+    op = only("dot_general", lambda x: jnp.matmul(x, x, precision=("default", "highest")), WIDE)
+    assert precision_passes(op) == 6
+
+
 def test_the_precision_of_a_context():
     with jax.default_matmul_precision("highest"):
         op = only("dot_general", lambda x: x @ x, WIDE)
