@@ -32,8 +32,10 @@ def axis_weight(aval: Any) -> int:
 
 
 def is_float(aval: Any) -> bool:
-    """Whether the dtype is a floating-point type."""
-    return _compat.is_floating(aval.dtype)
+    """Whether the dtype is a floating-point type, or a complex one, whose parts are floats."""
+    return _compat.is_floating(aval.dtype) or (
+        not _compat.is_extended(aval.dtype) and jnp.issubdtype(aval.dtype, jnp.complexfloating)
+    )
 
 
 def is_integer(aval: Any) -> bool:
