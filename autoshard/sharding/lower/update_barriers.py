@@ -76,10 +76,14 @@ class UpdateBarriers:
 
 
 def updates(program: Program, roles: Roles) -> list[Update]:
-    """Return the elementwise updates of parameters from gradients that no loop computes."""
+    """Return the elementwise updates of parameters from gradients that no loop, branch or call computes.
+
+    An update that a call computes is not found either, such as that of Adam in optax 0.2.8 on JAX 0.12, which corrects
+    the bias of all moments in one jitted function.
+    """
     search, found = _Search(program, roles), []
     for op in program.block.ops:
-        if not _is_elementwise(op) and not any(block.loop for block in op.blocks):
+        if not _is_elementwise(op) and not op.blocks:
             made = [search.update(v) for v in op.results if v in roles.gradients]
             found += [update for update in made if update is not None]
     return found

@@ -59,7 +59,22 @@ def barriers(jaxpr):
     return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
 
 
-ADAM, MOMENTUM = optax.adamw(1e-3), optax.sgd(1e-2, momentum=0.9)
+def adam():
+    """Adam with weight decay, written out: newer versions of optax update moments in a jitted function."""
+
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+
+    def update(gradients, state, params):
+        first = jax.tree.map(lambda g, m: 0.1 * g + 0.9 * m, gradients, state[0])
+        second = jax.tree.map(lambda g, v: 0.01 * g**2 + 0.99 * v, gradients, state[1])
+        changes = jax.tree.map(lambda m, v, p: -1e-3 * (m / (jnp.sqrt(v) + 1e-8) + 1e-4 * p), first, second, params)
+        return changes, (first, second)
+
+    return optax.GradientTransformation(init, update)
+
+
+ADAM, MOMENTUM = adam(), optax.sgd(1e-2, momentum=0.9)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
 
 
