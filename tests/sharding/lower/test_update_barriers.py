@@ -65,9 +65,9 @@ def adam():
     def init(params):
         return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
 
-    def update(gradients, state, params=None):
-        first = jax.tree.map(lambda g, m: 0.1 * g + 0.9 * m, gradients, state[0])
-        second = jax.tree.map(lambda g, v: 0.01 * g**2 + 0.99 * v, gradients, state[1])
+    def update(updates, state, params=None):
+        first = jax.tree.map(lambda g, m: 0.1 * g + 0.9 * m, updates, state[0])
+        second = jax.tree.map(lambda g, v: 0.01 * g**2 + 0.99 * v, updates, state[1])
         changes = jax.tree.map(lambda m, v, p: -1e-3 * (m / (jnp.sqrt(v) + 1e-8) + 1e-4 * p), first, second, params)
         return changes, (first, second)
 
