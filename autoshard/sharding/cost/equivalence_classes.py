@@ -128,7 +128,7 @@ class Facts:
         transfer_bytes: see `operator_sharding.transfer_bytes`.
         memory: what its kernel reads and writes: the value, its bytes before sharding, and its shares in
             `Fusion.narrow` and `Fusion.on_chip`. Values in host memory count as 0 bytes.
-        rounded: the numbers of its operands in `Fusion.rounded`.
+        rounded: the positions of its operands that are in `Fusion.rounded`.
     """
 
     transfer_bytes: list[float]
@@ -148,9 +148,10 @@ class OperatorClass:
         numbers: their numbers, counted as in `Program.ops`.
         shared: for each operand, the values that the operators take there.
         reducing: the numbers of the operators at which the results are reduced: their own, or those after a loop
-            that sums the results (`Roles.loop_sums`). Of results that are added first, the last one reduces the sum
-            (`axes.weights.joined_sums`, `axes.weights.joined_gradients`).
-        waiting: pairs of numbers: an operator whose partial sum waits, and the operator whose result is added to it.
+            that sums the results (`Roles.loop_sums`). Some partial results are added before they are reduced
+            (`axes.weights.joined_sums`, `axes.weights.joined_gradients`): there, only the last operator counts.
+        waiting: pairs of operator numbers. The partial result of the first operator is held until that of the second
+            one is added to it.
     """
 
     op: Op

@@ -13,10 +13,10 @@ that takes an operand of the forward pass, such as a norm, computes it again (`P
 an operand again if the operand's sources are not larger than one activation (a norm and `relu` after a convolution).
 
 A contraction also computes the single chain of elementwise operators that takes its result, up to a value that is
-written. Only this value is written, not the result itself. A loop ends the chain. A chain that reaches no such value,
-that reads no other array but masks and what is broadcast from little data, and that computes in a wider type, writes
-its last value, such as scores in float32 with a mask or a bias. On other platforms contractions read their operands
-from memory.
+written. Only this value is written, not the result itself. A loop ends the chain. If the chain reaches no such value,
+the result of the contraction is written. There is one exception: a chain that computes in a wider type, and reads only
+masks and what is broadcast from little data, writes its last value. An example is scores in float32 with a mask or a
+bias. On other platforms contractions read their operands from memory.
 
 Elementwise kernels of one block are one kernel if they read the same value of their own shape, such as the moments and
 the parameter of an optimizer's update. A value with several users is written if its sources have at least twice its
@@ -105,7 +105,7 @@ class Fusion:
         on_chip: values that are read only in the same run of their block and can stay in on-chip memory: value -> its
             share of that memory (`on_chip_shares`). Scalars are left out: they take no time in any memory, and their
             shares would tell apart operators that are equal.
-        rounded: operands of products that are rounded before they are gathered (`gathers.rounded_operands`).
+        rounded: float32 operands of products that are gathered in 16 bits (`gathers.rounded_operands`).
     """
 
     kernels: dict[int, Kernel]

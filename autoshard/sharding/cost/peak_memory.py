@@ -11,10 +11,10 @@ each value that an iteration copies from the host, because the copy for the next
 values share the buffer of another one (`reused_buffers`), and values that XLA merges with equal ones are kept once
 (`ir.merged_recomputation`). On GPUs some products run later than the program says (`delayed_gradients`), and stacks of
 parameters have a transposed copy (`gathers.transposed_stacks`). On TPUs, parameters that are gathered after their
-update are held until the end (`gathers.gathered_updates`), and nodes of a graph that are gathered stay whole
-(`gathers.whole_rows`). Values in host memory take no memory of the device
-(`host_bytes`); there, a loop moves each slice of a stack straight into the stack or out of it. Arrays that the function
-closes over are constants, which every device holds whole. On a TPU an activation is stored in tiles of 128 elements
+update are held until the end (`gathers.gathered_updates`), and gathered nodes of a graph stay whole
+(`gathers.whole_rows`). Values in host memory take no memory of the device (`host_bytes`); there, a loop moves each
+slice of a stack straight into the stack or out of it. Arrays that the function closes over are constants, which every
+device holds whole. On a TPU an activation is stored in tiles of 128 elements
 along one of its dimensions, the one with the least padding; the result of a declared operator, along its last one
 (`tiles`).
 """
@@ -327,11 +327,8 @@ class MemoryModel:
 
     def _buffers(self, layout: Layout, others: Sequence[LiveBuffers]) -> list[LiveBuffers]:
         """Return these buffers, and those that the layout needs outside of operators."""
-        stacks, updated = (
-            transposed_stacks(layout, self.stack_uses),
-            gathered_updates(layout, self.updates, self.points),
-        )
-        return [*kept_whole(others, self.rows), *stacks, *updated]
+        stacks = transposed_stacks(layout, self.stack_uses)
+        return [*kept_whole(others, self.rows), *stacks, *gathered_updates(layout, self.updates, self.points)]
 
     def _live(self, local: np.ndarray, buffers: Sequence[LiveBuffers] = ()) -> np.ndarray:
         """Return the bytes of temporaries at each point of the program."""

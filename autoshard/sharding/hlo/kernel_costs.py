@@ -31,7 +31,7 @@ from autoshard.sharding.hlo.collectives import KINDS, SENDS
 from autoshard.sharding.hlo.parser import HOST_MEMORY, MAIN_MEMORY, Array, Computation, Instruction, Program, bits
 from autoshard.sharding.hlo.triton_calls import triton_cost
 from autoshard.sharding.machines.chips import Chip
-from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
+from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, PRECISION_PASSES
 from autoshard.sharding.machines.kernel_time import declared_us
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
@@ -44,8 +44,6 @@ SLICES = ("dynamic-slice", "gather", "slice")
 UPDATES = ("dynamic-update-slice", "scatter")
 RESHAPES = ("bitcast", "reshape")
 MOVES = ("convert", "copy", "transpose")  # each element of the result is one of the operand
-# Passes of a TPU's matrix unit over bfloat16 parts of 32-bit operands, by `jax.lax.Precision` (3 and 6 products).
-PASSES = {"high": 3, "highest": 6}
 _STATED = re.compile(r'"cost_estimate":\{([^}]*)\}')
 UNKNOWN_CYCLES = 2**63 - 1  # what the compiler prints if it has no estimate
 
@@ -77,7 +75,7 @@ class Kernels:
         narrow, wide = min(map(bits, dtypes), default=32), max(map(bits, dtypes), default=32)
         size = max(narrow if narrow > 8 else wide, 8) // 8  # both operands of an 8-bit product have 8 bits
         integer = all(dtype.startswith(("s", "u")) for dtype in dtypes)
-        passes = max(PASSES.get(name.strip(), 1) for name in i.attribute("operand_precision").split(","))
+        passes = max(PRECISION_PASSES.get(name.strip(), 1) for name in i.attribute("operand_precision").split(","))
         return passes * flops / self.chip.reached(size, integer=integer) * 1e6
 
     def moved_bytes(self, computation: Computation, i: Instruction) -> float:

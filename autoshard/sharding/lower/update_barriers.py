@@ -1,12 +1,13 @@
 """Updates of parameters that wait for their gradients on TPUs.
 
 JAX computes the gradients of many weights transposed, and XLA:TPU keeps their dimensions in that order in memory. The
-update is elementwise, so XLA copies the parameter and its moments to the same order, and back. Nothing orders these
-copies after the gradient. Outside of loops, XLA makes them where the step first reads the parameter, and holds them
-until the update. Optimization barriers between a gradient and the state that is updated with it make the copies wait.
+update is elementwise, so XLA copies the parameter and its moments to the same order, and back. Outside of loops, it
+makes these copies where the step first reads the parameter, and holds them until the update. An optimization barrier
+joins each gradient with the state that it updates, so that XLA makes the copies only when the gradient is known.
 
-Compiled for v5e:4x4 (libtpu 0.0.42.1), `dp:2 fsdp:8`: the peak of GPT 1.3B with six layers in a row is 5.81 GiB in
-place of 5.99, and its step takes 381 ms in place of 388. With 24 layers, such copies are 0.59 of 8.79 GiB.
+Compiled for v5e:4x4 (libtpu 0.0.42.1), `dp:2 fsdp:8`: the peak of GPT 1.3B with six layers in a row is 5.81 GiB instead
+of 5.99, and its step takes 381 instead of 388 ms (the compiler's cycles). With 24 layers, such copies take 0.59 of 8.79
+GiB.
 
 Gradients from loops need no barrier, because the loops read the parameters until their end. If no mesh axis shards rows
 of the data, devices add up no gradients. Then there are no barriers, because XLA may compute the update in the kernel
@@ -78,7 +79,7 @@ class UpdateBarriers:
 def updates(program: Program, roles: Roles) -> list[Update]:
     """Return the elementwise updates of parameters from gradients that no loop, branch or call computes.
 
-    An update that a call computes is not found either, such as that of Adam in optax 0.2.8 on JAX 0.12, which corrects
+    Updates that run inside a jitted function are not found. On JAX 0.12, this affects Adam of optax 0.2.8: it corrects
     the bias of all moments in one jitted function.
     """
     search, found = _Search(program, roles), []
@@ -99,7 +100,7 @@ class _Search:
         self.number = {id(op): n for n, op in enumerate(ops)}
 
     def update(self, gradient: int) -> Update | None:
-        """Return the update from a gradient; None if there is none, or if it begins before the gradient is known."""
+        """Return the update from a gradient. None if no parameter is updated, or if its update starts earlier."""
         derived = _reached([gradient], self._results)
         if len(derived) > _MOST_OPERATORS:
             return None
@@ -144,7 +145,7 @@ class _Search:
         )
 
     def _leads(self, op: Op, derived: Container[int], joined: Container[int]) -> bool:
-        """Whether the update needs the result of an operator on the state or the gradient."""
+        """Whether a value that joins state and gradient depends on the result of an operator."""
         if not op.results or not self._is_like(op, op.results[0]):
             return False
         return any(v in derived and v in joined for v in _reached([op.results[0]], self._results))

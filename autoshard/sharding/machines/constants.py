@@ -39,6 +39,10 @@ GPU_TILE = 64
 # Elements of a tile along the minor dimension of an array in a TPU's memory: the lanes of its vector registers.
 TPU_LANES = 128
 
+# Passes of a TPU's matrix unit over bfloat16 parts of 32-bit operands, by the name of a `jax.lax.Precision`. At default
+# precision it takes one pass. Source: JAX's documentation of `Precision` (3 and 6 products of parts).
+PRECISION_PASSES = {"high": 3, "highest": 6}
+
 # 32-bit operations that the vector unit of a TPU's core can start in one cycle: 8 x 128 lanes with 4 arithmetic units
 # each. Source: https://jax-ml.github.io/scaling-book/tpus. The predicted times of Pallas kernels depend on it.
 VECTOR_LANES = 8 * 128 * 4

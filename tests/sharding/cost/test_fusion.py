@@ -144,7 +144,7 @@ def test_scores_that_are_scaled_and_masked_are_written_at_the_end_of_their_chain
 
 
 def test_scores_with_a_bias_that_is_repeated_are_written_in_the_type_of_their_sum():
-    """T5 adds a bias by positions to the scores of all rows: XLA:TPU stores their sum in float32."""
+    """T5 adds the same position bias to the scores of each row. XLA:TPU stores the biased scores in float32."""
     rows = 2 * BROADCAST_GROWTH
 
     def softmax_of(x, y, bias):

@@ -38,7 +38,7 @@ def test_a_collective_alone_has_a_group_and_a_product_in_parts_has_permutes():
 
 
 def test_the_gradient_of_a_table_is_alone_where_its_reduction_is_off():
-    """Its lookups run on shards in any case, because it is summed over two mesh axes."""
+    """The gradient is summed over two mesh axes, so its scatter runs on shards, with or without `overlap=`."""
 
     def table_step(params, tokens):
         gradients = jax.grad(lambda p: jnp.mean((jnp.tanh(p["table"][tokens]) @ p["out"]) ** 2))(params)

@@ -60,7 +60,7 @@ def barriers(jaxpr):
 
 
 def adam():
-    """Adam with weight decay, written out: newer versions of optax update moments in a jitted function."""
+    """Adam with weight decay. That of optax 0.2.8 corrects its moments in a jitted function on JAX 0.12."""
 
     def init(params):
         return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)

@@ -1,7 +1,7 @@
-"""The memory of parameters that are gathered after their update (ZeRO-1 and 2).
+"""The memory of parameters that each step gathers after it has updated their shards (ZeRO-1 and ZeRO-2).
 
 XLA:TPU does not gather a new parameter straight into the donated buffer of the old one. It gathers it into another
-buffer, and copies that at the end of the program. So all new parameters are held from their updates to the end.
+buffer, and copies this buffer at the end of the program. So each new parameter is held from its update to the end.
 
 Compiled for v5e:4x4 (libtpu 0.0.42.1), `zero1:16`: with 64 rows, a scanned ViT-L/16 holds 1.17 GiB of new parameters at
 the end of its step, and its parameters have 1.13 GiB. A mixture of experts with three layers in a row holds 1.52 GiB,
@@ -24,7 +24,7 @@ from autoshard.spmdrules.ir.program import Program
 
 
 def updates(program: Program, state: Mapping[int, int]) -> dict[int, int]:
-    """Return the operators that compute the new values of donated inputs: input -> the number of the operator.
+    """Return which operator computes the new value of each donated input: input -> number of the operator.
 
     Args:
         program: the program.

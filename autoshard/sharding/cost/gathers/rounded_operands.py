@@ -1,4 +1,4 @@
-"""Operands of products that XLA:TPU rounds to 16 bits before it gathers them.
+"""The float32 operands of products that XLA:TPU gathers in 16 bits.
 
 At JAX's default precision, a TPU multiplies 32-bit floats as bfloat16. The compiler rounds a weight before it gathers
 it, so that fewer bytes move. It gathers 32 bits if another operator takes the gathered weight, too, or if the product
@@ -31,11 +31,11 @@ _GATHERS = ("all-gather", "all-to-all", "collective-permute")
 
 
 def rounded_operands(axes: LogicalAxes, roles: Roles, platform: str) -> frozenset[int]:
-    """Return the 32-bit operands of products at default precision that no other operator takes as a whole.
+    """Return the float32 operands that only products at default precision take.
 
-    Elementwise operators take the shards of a value, such as the update of a parameter. Weights that the program
-    computes, rearranges or joins are left out, because the lowering constrains them in their own type before they are
-    gathered. Other platforms than `tpu` have no such operands.
+    Elementwise operators, such as the update of a parameter, do not matter: they take shards and gather nothing.
+    Weights that the program computes, rearranges or joins are left out. The lowering constrains those in their own type
+    before they are gathered. On platforms other than `tpu`, the set is empty.
 
     Args:
         axes: the program's logical axes.
@@ -64,11 +64,11 @@ def rounded_operands(axes: LogicalAxes, roles: Roles, platform: str) -> frozense
 
 
 def with_rounded_operands(moves: Sequence[Move], rounded: Iterable[int]) -> tuple[Move, ...]:
-    """Return the moves of an operator with those of rounded operands in 16 bits.
+    """Return the moves of an operator, with half of the bytes where a rounded operand is gathered.
 
     Args:
         moves: the moves.
-        rounded: the numbers of its operands that are rounded before they are moved.
+        rounded: the positions of the rounded operands among the operands of the operator.
     """
     share = PRODUCT_OPERAND_BYTES / jnp.dtype(jnp.float32).itemsize
     return tuple(

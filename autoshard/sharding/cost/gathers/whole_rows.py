@@ -1,4 +1,4 @@
-"""The memory of rows that others refer to, such as nodes of a graph, if they are gathered whole.
+"""The memory of gathered rows, such as the nodes of a graph that its edges refer to.
 
 XLA propagates the sharding that a gather needs back to an elementwise operator that computes its operand. So it gathers
 the operands of that operator, and computes the whole result. Rows that no such operator computes are gathered once for
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 def rows_of_gathers(program: Program, roles: Roles, is_written: Callable[[int], bool]) -> dict[int, Rows]:
-    """Return the operands of gathers that are not inputs: number of the gather -> its operand.
+    """Return the operands of gathers that the program computes: number of the gather -> its operand.
 
     Args:
         program: the program.
@@ -59,7 +59,7 @@ def rows_of_gathers(program: Program, roles: Roles, is_written: Callable[[int], 
 
 
 def kept_whole(buffers: Sequence[LiveBuffers], rows: Mapping[int, Rows]) -> list[LiveBuffers]:
-    """Return the buffers of a layout, with gathered rows held from their operator to their last use.
+    """Return the buffers of a layout. Gathered rows are held from the operator that computes them to their last use.
 
     Args:
         buffers: the buffers.

@@ -54,8 +54,9 @@ class _Known(NamedTuple):
         busy_s: seconds that the whole operator keeps the matrix unit busy; 0 if it does not use it.
         tile: the size of the tiles of its product; 1 for other operators.
         masked: see `flops.masked_groups`.
-        fourier_us: microseconds of a Fourier transform on a TPU, besides reading its operand and writing its result.
         moves_operands: see `equivalence_classes.moves_operands`.
+        fourier_us: microseconds of a whole Fourier transform on a TPU, without reading its operand and writing its
+            result; 0 for other operators.
     """
 
     is_decision_point: bool
@@ -64,7 +65,7 @@ class _Known(NamedTuple):
     tile: int
     masked: tuple[int, int]
     moves_operands: bool
-    fourier_us: float = 0.0
+    fourier_us: float
 
 
 class OperatorPrices:

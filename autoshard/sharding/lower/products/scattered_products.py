@@ -1,4 +1,4 @@
-"""Products that are lowered in another form, so that XLA reduce-scatters their partial sums."""
+"""Rewrites products so that XLA reduce-scatters their partial sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scattered_product(
     layout: Layout, op: Op, args: Sequence[Any], chosen: OperatorStrategy, want: Spec,
     constrain: Callable[[Any, Spec], Any],
 ) -> Any:  # fmt: skip
-    """Return the result of a product that is lowered in another form; None for other operators.
+    """Return the result of a rewritten product; None for an operator that is not rewritten.
 
     Args:
         layout: the layout.

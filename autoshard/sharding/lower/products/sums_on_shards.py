@@ -1,11 +1,13 @@
-"""Operators that run on shards because XLA's partitioner would reduce their partial sums in another way than planned.
+"""Operators that run under `shard_map`, so that their partial sums are reduced as planned.
+
+XLA would reduce them in other ways:
 
 - Sums of rows of the data, such as those of the edges of each node. XLA:TPU would all-reduce each over all mesh axes at
   once, and then take a slice (libtpu 0.0.42.1, v5e).
-- The gradient of a table, if it is summed over several mesh axes and sharded over one of them. XLA:TPU all-reduces it
-  in the same way. What is summed over a single mesh axis, XLA reduce-scatters by itself.
-- Sums of complex numbers. XLA:TPU gathers the partial sums of all devices, and each device adds them. On shards, real
-  and imaginary parts are reduced (`spmdrules.custom_ops.sharded_execution`).
+- The gradient of a table, if it is summed over several mesh axes and sharded over one of them. XLA:TPU would all-reduce
+  it in the same way. If it is summed over a single mesh axis, XLA reduce-scatters it by itself.
+- Sums of complex numbers. XLA:TPU would gather the partial sums of all devices, and each device would add them. On
+  shards, real and imaginary parts are reduced (`spmdrules.custom_ops.sharded_execution`).
 """
 
 from __future__ import annotations

@@ -98,6 +98,28 @@ def test_a_product_and_a_scatter_are_apart():
     assert groups(loss, [table], (tokens,)) == []
 
 
+def test_a_term_that_is_a_result_too_is_reduced_apart():
+    def step(weights, a, b):
+        one, other = (jax.grad(lambda w, x: mean(network(w, x)))(weights, x) for x in (a, b))
+        return jax.tree.map(lambda w, x, y: w - 0.1 * (x + y), weights, one, other), one
+
+    found = analyse(trace(step, (WEIGHTS, BATCH, BATCH), {}))
+    assert joined_gradients(found.axes, found.roles.rows) == []
+
+
+def test_sums_of_activations_are_no_gradients_of_weights():
+    """The gradient of the queries has a term from each of two products with rows of the batch."""
+
+    def loss(weights, x):
+        (w,) = weights
+        queries = jnp.tanh(x @ w)
+        scores = [jnp.einsum("bqd,bkd->bqk", queries, keys) for keys in (x, jnp.sin(x))]
+        return mean(jnp.tanh(scores[0]) * scores[1])
+
+    batch = jax.ShapeDtypeStruct((64, 32, WIDTH), jnp.bfloat16)
+    assert groups(loss, WEIGHTS[:1], (batch,)) == []
+
+
 def test_a_loop_over_layers_has_its_own_sums():
     def loss(weights, a, b):
         def layer(x, w):

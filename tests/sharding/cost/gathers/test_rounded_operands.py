@@ -1,4 +1,4 @@
-"""Operands of products in float32, which XLA:TPU gathers in 16 bits."""
+"""Which float32 operands of products XLA:TPU gathers in 16 bits."""
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +52,6 @@ def is_rounded(network, weights=MATRIX, x=BATCH):
     (lambda w, x: jnp.matmul(x, w, precision="highest") @ w, False),  # one gather serves both
     (lambda w, x: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32), False),  # no 32-bit operand
     (lambda w, x: x @ jnp.tanh(w), False),  # the product takes another value
-    (lambda w, x: x @ w.T, False),
-    (lambda w, x: x @ jnp.concatenate([w, w], 1), False),
 ])  # fmt: skip
 def test_only_products_at_default_precision_round(network, expected):
     assert is_rounded(network) == expected
@@ -68,10 +66,19 @@ def test_stacks_of_layers_and_tables():
 
 
 def test_a_parameter_is_gathered_in_16_bits_on_a_tpu():
-    """Gradients are reduced in 32 bits. So with a gather and a reduction of the weight, 2 + 4 of 8 bytes are sent."""
+    """The gather sends 2 bytes for each element instead of 4. The reduction of the gradient still sends 4."""
     assert sent(product, "fsdp:8") == pytest.approx(0.75 * sent(precise, "fsdp:8"), rel=1e-3)
     assert sent(product, "dp:8") == sent(precise, "dp:8")
     assert sent(product, "fsdp:8", target="h100:8") == sent(precise, "fsdp:8", target="h100:8")
+
+
+@pytest.mark.parametrize("computed", [lambda w: w.T, lambda w: 2 * w, lambda w: jnp.concatenate([w, w], 1)])
+def test_weights_that_the_program_computes_are_gathered_in_32_bits(computed):
+    default, highest = (
+        sent(lambda w, x, p=precision: jnp.matmul(x, computed(w), precision=p), "fsdp:8")
+        for precision in ("default", "highest")
+    )
+    assert default == highest
 
 
 def test_moves():
@@ -85,7 +92,7 @@ def test_moves():
 
 @pytest.mark.parametrize(("order", "rounds"), [("sequential", True), ("prefetch", False)])
 def test_early_gathers_move_parameters_in_their_own_type(order, rounds):
-    """The carry of a loop, which holds them, has the parameter's type."""
+    """A loop carries the gathered parameters from one iteration to the next, in their own type."""
 
     def sent_in(network):
         made = plan(step_of(network), MATRIX, BATCH, target="v5e:2x4", plan="fsdp:8", gather=order)

@@ -39,6 +39,11 @@ def test_passes_of_an_algorithm(preset, passes):
     assert precision_passes(only("dot_general", lambda x: jnp.matmul(x, x, precision=algorithm), WIDE)) == passes
 
 
+def test_passes_of_an_algorithm_by_its_number_of_operations():
+    parts = lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32, num_primitive_operations=3)
+    assert precision_passes(only("dot_general", lambda x: jnp.matmul(x, x, precision=parts), WIDE)) == 3
+
+
 def test_the_larger_precision_of_both_operands_counts():
     op = only("dot_general", lambda x: jnp.matmul(x, x, precision=("default", "highest")), WIDE)
     assert precision_passes(op) == 6
@@ -80,7 +85,7 @@ def complex_fft(x):
     (complex_fft, (8, 65536), 6 * (256 + 256), 1),
 ])  # fmt: skip
 def test_products_of_a_transform(fn, shape, operations, exchanged):
-    """For each element, in 6 passes; the operations are those that the compiler counts."""
+    """`operations` are those that the compiler counts for each element. Each takes 6 passes."""
     found, elements = work(fn, shape), shape[0] * shape[1]
     assert found.flops == 6 * operations * elements
     assert found.moved_bytes == exchanged * 6 * 4 * elements

@@ -1,4 +1,4 @@
-"""Partial sums that XLA would reduce in another way than planned: of complex numbers, and of tables' gradients."""
+"""Operators that run on shards, so that their partial sums are reduced as planned: complex sums, and tables."""
 
 import re
 
@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from autoshard import auto_shard, plan
+from autoshard.sharding.layout.operator_sharding import strategy_in_layout
+from autoshard.sharding.lower.products.sums_on_shards import sums_on_shards
+from autoshard.sharding.planner.bound_plan import bound_or_error
 
 ROWS, TIME, WIDTH, MODES, VOCAB = 16, 32, 16, 8, 64
 
@@ -91,6 +94,15 @@ def test_the_gradient_of_a_table_is_scattered_before_it_is_reduced():
     text = auto_shard(step_of(looked_up), plan="dp:2 fsdp:4").lower(*arguments(looked_up, rows=64)).compile().as_text()
     assert re.search(rf" = .*f32\[{VOCAB // 4},{WIDTH}\]\S* reduce-scatter\(", text)
     assert not re.search(rf" = .*f32\[{VOCAB},{WIDTH}\]\S* all-reduce\(", text)
+
+
+@pytest.mark.parametrize(("words", "expected"), [("dp:2 fsdp:4", True), ("fsdp:8", False), ("dp:8", False)])
+def test_tables_that_are_summed_over_one_mesh_axis_are_left_to_the_partitioner(words, expected):
+    shapes = jax.eval_shape(lambda: arguments(looked_up, rows=64))
+    bound = bound_or_error(plan(step_of(looked_up), *shapes, target="v5e:2x4", plan=words).bound)
+    layout, prices = bound.layout, bound.problem.machine.target.link_prices
+    (scatter,) = (op for op in bound.problem.program.ops() if op.name == "scatter-add")
+    assert sums_on_shards(layout, scatter, strategy_in_layout(layout, scatter, prices)) == expected
 
 
 @pytest.mark.slow
