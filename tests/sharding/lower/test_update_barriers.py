@@ -1,5 +1,7 @@
 """On TPUs, updates of parameters wait for their gradients."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,3 +155,24 @@ def test_moments_on_the_host_wait_for_nothing():
         found = analyse(trace(step, ((on_device, moments), jnp.ones((4096, 64))), {}))
         waiting[name] = [len(update.state) for update in updates(found.axes.program, found.roles)]
     assert {*waiting["host"]} == {1} and 2 in waiting["device"]
+
+
+def test_an_update_that_starts_before_its_gradient_has_no_barrier():
+    """The decay of the moments is written before the gradient is computed."""
+
+    def step(state, x):
+        w, moments = state
+        decayed = 0.9 * moments
+        moments = decayed + 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return (w - 0.1 * moments, moments), None
+
+    one = jax.ShapeDtypeStruct((64, 64), "float32")
+    assert not barriers(lowered(step, ((one, one), jax.ShapeDtypeStruct((4096, 64), "float32"))))
+
+
+def test_the_platform_is_that_of_the_devices():
+    step, args = train_step(MOMENTUM), shapes(MOMENTUM)
+    executable = bound_or_error(autoshard.plan(step, *args, plan="fsdp:8", target="v5e:2x4").bound).executable
+    for platform in ("tpu", "cpu"):
+        assert executable._platform(SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))) == platform
+    assert executable._platform(executable.plan.mesh) == "tpu"

@@ -27,7 +27,7 @@ from autoshard.sharding.program.array_sizes import itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Op
 
-# A transform along a power of two is one product up to this many elements. Source: programs compiled for v5e (see above).
+# A transform along a power of two is one product up to this many elements. Source: programs compiled for v5e (above).
 _WHOLE = 256
 # Beyond that, the larger of the two matrices has at least this many rows. Source: as above.
 _LEAST_SIDE = 128

@@ -1,10 +1,15 @@
 """Parameters that are gathered after their update."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
+from autoshard.sharding.cost.gathers import gathered_updates as module
+from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, BEFORE_LOOPS, StateGather
 
 LAYERS, WIDTH, ROWS = 4, 1024, 64
 
@@ -45,3 +50,14 @@ def test_parameters_that_are_not_gathered_are_updated_in_place():
 
 def test_results_outside_of_donated_memory_count_once():
     assert temporary("zero1:8", donates=False) < 1.6
+
+
+def test_stacks_that_are_gathered_before_loops_are_no_updates(monkeypatch):
+    gathers = [StateGather(0, ("fsdp",), 1.0, when) for when in (BEFORE_LOOPS, AFTER_UPDATE)]
+    monkeypatch.setattr(module, "state_gathers", lambda layout, updated: gathers)
+    program = SimpleNamespace(avals=[jax.ShapeDtypeStruct((8, 8), "float32")])
+    layout: Any = SimpleNamespace(
+        axes=SimpleNamespace(program=program), stored_spec=lambda v: ((), ()), shard_count=lambda axes: 1
+    )
+    (held,) = module.gathered_updates(layout, {0: 5}, last=9)
+    assert (held.nbytes, held.first.tolist(), held.last.tolist()) == (256, [5], [9])

@@ -4,8 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import plan
+from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.cost.collectives import LiveBuffers
-from autoshard.sharding.cost.gathers.whole_rows import Rows, kept_whole
+from autoshard.sharding.cost.gathers.whole_rows import Rows, kept_whole, rows_of_gathers
+from autoshard.sharding.program.tracing import trace
 from tests.sharding.graph_step import graph_shapes, graph_step
 
 NODES, WIDTH = 16384, 256
@@ -35,3 +37,15 @@ def test_each_value_is_held_once_from_its_operator_to_its_last_use():
     spans = sorted((x.nbytes, a, b) for x in found for a, b in zip(x.first.tolist(), x.last.tolist(), strict=True))
     assert spans == [(32.0, 5, 6), (64, 2, 40), (64.0, 10, 11)]
     assert kept_whole(buffers, {}) == buffers
+
+
+def test_rows_are_held_until_the_last_operator_that_takes_them():
+    """The nodes of a layer are added to its update, after the gathers of both ends of the edges."""
+    found = analyse(trace(graph_step, graph_shapes(), {}))
+    ops = list(found.axes.program.ops())
+    rows = rows_of_gathers(found.axes.program, found.roles, lambda v: True)
+    assert rows
+    for each in rows.values():
+        assert ops[each.first].results[0] == each.value and each.value in ops[each.last].operands
+        assert not any(each.value in op.operands for op in ops[each.last + 1 :])
+    assert any(each.last > number for number, each in rows.items())

@@ -8,6 +8,7 @@ from jax import lax
 from autoshard import plan
 from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.cost.prices.matrix_passes import fourier_work, precision_passes
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.program.tracing import trace
 
 
@@ -109,3 +110,13 @@ def test_a_transform_takes_as_long_as_its_products():
     few, many = transform_us("v5e:2x2", "dp:4"), transform_us("v5e:2x4", "dp:8")
     assert few == pytest.approx(2 * many, rel=0.01)
     assert few > 3 * transform_us("h100:4", "dp:4")  # a GPU's transforms are bound by memory
+
+
+def test_the_least_time_of_a_transform_counts_its_products():
+    """So the search can reject a layout before it prices all of it."""
+    x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
+    bound = bound_or_error(plan(lambda x: jnp.abs(jnp.fft.rfft(x)), x, target="v5e:2x2", plan="dp:4").bound)
+    cost = bound.problem.cost
+    (transform,) = [each for each in cost.classes if each.op.name == "fft"]
+    whole_us = 6 * 6 * (128 + 8) * 4096 * 1024 / bound.problem.machine.target.chip.reached(2) * 1e6
+    assert cost.prices.least_us(transform, devices=4) > whole_us / 4
