@@ -1,6 +1,6 @@
 """Compare the planner with an expert on the programs of the corpus, compiled for the same machines.
 
-    python benchmarks/bench_formulations.py [NAME ...] [--few 3] [--held-out | --open] [--show]
+    python benchmarks/bench_formulations.py [NAME ...] [--few 3] [--kinds N] [--held-out | --open] [--show]
 
 For each program of `formulations/` on each of its machines, these are compiled and judged by `estimate.py`:
 
@@ -8,6 +8,8 @@ For each program of `formulations/` on each of its machines, these are compiled 
              strategies, and the fastest of each kind: data, fsdp, tensor, experts. An expert's program has
              the kernels that the planner inserts
     plan     the planner's choice, and the fastest of each other kind that it priced
+
+With `--kinds N`, only the N kinds that the estimate finds fastest are compiled on each side.
 
 The rows are stored in `results/formulations/NAME@TARGET.json`. A program in the compiler's cache is not compiled again.
 The figures are the compiled step over the best expert's, the error of the prediction, and the regret: the chosen plan
@@ -57,7 +59,7 @@ def store_of(formulation: Formulation, target: str, timeout_s: float = TIMEOUT_S
     return Store(f"{formulation.name}@{target.replace(':', '-')}", target, FOLDER, timeout_s)
 
 
-def run(formulation: Formulation, target: str, few: int, timeout_s: float) -> Store:
+def run(formulation: Formulation, target: str, few: int, kinds: int, timeout_s: float) -> Store:
     """Compile and store the rows of a program on a machine."""
     store = store_of(formulation, target, timeout_s)
     store.begin()
@@ -77,7 +79,7 @@ def run(formulation: Formulation, target: str, few: int, timeout_s: float) -> St
     store.notes["idle"] = idle
     given = made.compiler_options.get(find_target(target).platform, {})
     options = {name: str(value).lower() for name, value in given.items()}
-    for one in [*_planned(formulation, target, made), *_experts(formulation, target, few)]:
+    for one in [*_planned(formulation, target, made, kinds), *_experts(formulation, target, few, kinds)]:
         row = store.finish(one, options, one.export(options))
         print(f"{store.case}: {row.side} {row.style}: {row.kind} {row.seconds:.4f} s", flush=True)
     store.notes["audit"] = audited(made.verify(options=options, timeout_s=timeout_s))
@@ -110,9 +112,10 @@ def _made(formulation: Formulation, target: str, words: str | None = None) -> Pl
     return plan(program.step, state, *batch, target=target, donate_argnums=0, plan=words, kernels="auto")
 
 
-def _planned(formulation: Formulation, target: str, made: Plan) -> list[Planned]:
-    """Return the planner's choice and the fastest of each other kind."""
-    estimates = {each.strategy: (each.step_time_us, each.peak_bytes) for each in made.best_of_kinds().values()}
+def _planned(formulation: Formulation, target: str, made: Plan, kinds: int) -> list[Planned]:
+    """Return the planner's choice and the fastest of each other kind, at most `kinds` kinds together."""
+    best = sorted(made.best_of_kinds().values(), key=lambda each: (each.strategy != made.chosen, each.step_time_us))
+    estimates = {each.strategy: (each.step_time_us, each.peak_bytes) for each in best[:kinds]}
     estimates[made.chosen] = made.estimate.step_time_us, made.estimate.peak_memory_bytes
     return [
         Planned("plan", words, words, "own", 1, partial(_export_ours, formulation, target, words),
@@ -125,12 +128,11 @@ def _export_ours(formulation: Formulation, target: str, words: str, options: Opt
     return export_plan(bound_or_error(_made(formulation, target, words).bound).executable, options)
 
 
-def _experts(formulation: Formulation, target: str, few: int) -> list[Planned]:
-    """Return the most promising programs of an expert, and the most promising of each kind."""
+def _experts(formulation: Formulation, target: str, few: int, kinds: int) -> list[Planned]:
+    """Return the most promising programs of an expert, and the most promising of each of the first `kinds` kinds."""
     ranked = most_promising(formulation, target, corpus_styles(formulation, target))
-    chosen = ranked[:few]
-    for kind in KINDS:
-        chosen += [each for each in ranked if kind_of(each[0].words) == kind][:1]
+    of_kinds = {kind_of(each[0].words): each for each in reversed(ranked)}
+    chosen = ranked[:few] + sorted(of_kinds.values(), key=ranked.index)[:kinds]
     return [
         Planned("expert", style.name, style.words, "own", 1, partial(_export_expert, formulation, target, style),
                 {"step": price.step_time_us / 1e6, "memory_bytes": price.peak_memory_bytes})
@@ -150,6 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="programs; default: all")
     parser.add_argument("--few", type=int, default=3, help="programs of an expert's grid to compile")
+    parser.add_argument("--kinds", type=int, default=len(KINDS), help="kinds of strategies to compile on each side")
     parser.add_argument("--target", help="one machine only")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
     half = parser.add_mutually_exclusive_group()
@@ -169,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not given.show:
         for formulation, target in wanted:
-            run(formulation, target, given.few, given.timeout)
+            run(formulation, target, given.few, given.kinds, given.timeout)
     stores = [store_of(formulation, target) for formulation, target in wanted]
     show([store for store in stores if store.path.exists()])
     return 0
