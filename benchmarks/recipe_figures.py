@@ -29,8 +29,9 @@ def figures(
     plans: predicted relative to the measured time, compiled relative to the recipe's own plan. Compiled figures are by
     measure; `calibrated` is the joined measure at the efficiency that one recipe gives the chip
     (`referee_calibration.py`). `safe` are our best plans relative to the recipe's own plan without the options for
-    which wrong numbers were reported; recipes without such options count as they are. Rows whose products are planned
-    in another precision are left out. `over_memory` are rows of a program that the compiler accepts although its
+    which wrong numbers were reported; recipes without such options count as they are. `alike` are our best plans with
+    the same option sets requested, relative to the recipe's own plan. Rows whose products are planned in another
+    precision are left out. `over_memory` are rows of a program that the compiler accepts although its
     arguments and temporaries exceed the memory; figures include them.
 
     Args:
@@ -51,6 +52,9 @@ def figures(
     def ours_to_safe(measure: str) -> Callable[[Result], float | None]:
         return lambda row: _ratio(_compiled(row.best, measure), _compiled(row.recipe_without or row.recipe, measure))
 
+    def ours_alike(measure: str) -> Callable[[Result], float | None]:
+        return lambda row: _ratio(_compiled(row.best_with or row.best, measure), _compiled(row.recipe, measure))
+
     def own_calibrated(row: Result) -> float | None:
         seconds = calibrated(row.recipe.compiled, row.target, row.precision, referee or {})
         return _ratio(seconds, row.measured)
@@ -67,6 +71,7 @@ def figures(
             "predicted": _summary([_ratio(row.best.seconds, row.measured) for row in rows]),
             "compiled": {name: _summary(list(map(ours(name), rows))) for name in MEASURES},
             "safe": {name: _summary(list(map(ours_to_safe(name), rows))) for name in MEASURES},
+            "alike": {name: _summary(list(map(ours_alike(name), rows))) for name in MEASURES},
         },
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class Result:
         best: our best plan.
         reported: option sets of the recipe for which wrong numbers were reported on this chip, with the report.
         recipe_without: the recipe's own settings, compiled without these options; None if it has none of them.
+        best_with: our best plan if these option sets are requested; None if the recipe has none of them.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Result:
     best: Side = Side()
     reported: tuple[str, ...] = ()
     recipe_without: Side | None = None
+    best_with: Side | None = None
 
 
 def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Path = FOLDER) -> Result:
@@ -86,8 +88,11 @@ def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Pa
         return Result(**head, status=str(error))
     own, own_made = own_plan(settings)
     best, best_made = _best_plan(settings)
+    best_with, made_with = None, None
     options, chip = settings.recipe.xla_options, settings.recipe.machine.partition(":")[0]
     found = reported_numerics(chip, options or {})
+    if found:
+        best_with, made_with = _best_plan(settings, [name for name, _ in found])
     if compile_plans:
         store = Store(entry.id, settings.recipe.machine, folder, timeout_s)
         if found and options is not None:
@@ -95,10 +100,12 @@ def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Pa
             head["recipe_without"] = with_compiled(own, own_made, store, "recipe without", without)
         own = with_compiled(own, own_made, store, "recipe", options)
         best = with_compiled(best, best_made, store, "plan", None)
+        if best_with is not None:
+            best_with = with_compiled(best_with, made_with, store, "plan with", None)
     head |= {"remat": dict(settings.remat.actions), "notes": settings.notes}
     head["reported"] = tuple(f"{name} ({report})" for name, report in found)
     head["same_precision"] = settings.same_precision
-    return Result(**head, status="ok", recipe=own, best=best)
+    return Result(**head, status="ok", recipe=own, best=best, best_with=best_with)
 
 
 def own_plan(settings: Settings) -> tuple[Side, Any]:
@@ -112,13 +119,14 @@ def own_plan(settings: Settings) -> tuple[Side, Any]:
     return Side(words=words, remat=remat, problem=outcome.problem), None
 
 
-def _best_plan(settings: Settings) -> tuple[Side, Any]:
+def _best_plan(settings: Settings, option_sets: Sequence[str] = ()) -> tuple[Side, Any]:
     """Search for our best plan over all variants that keep the values, with values on the host where that pays."""
     work, target = settings.work, settings.recipe.machine
+    options = {"compiler_options": list(option_sets)} if option_sets else {}
     with unless_impossible() as outcome:
         search = workload_search(work, {"target": target}, optimizer=settings.optimizer)
         step = workload_variants(work, settings.optimizer)
-        made = plan(*step, target=target, variants=search, donate_argnums=0)
+        made = plan(*step, target=target, variants=search, donate_argnums=0, **options)
         return side_of(made, **made.variant), made
     return Side(problem=outcome.problem), None
 

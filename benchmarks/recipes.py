@@ -9,7 +9,8 @@ For each recipe of FILE (by default `data/recipes.toml`), two plans are made for
 
 Both are predicted and, without `--predict-only`, compiled for the machine and judged by `estimate.py`. The recipe's own
 plan is compiled with its own XLA options if they are known, and again without those for which wrong numbers were
-reported (`recipe_without`). A compiler runs in a process of its own, with a time limit.
+reported (`recipe_without`). Our best plan has none of those; `plan_with` is our best plan if they are requested. A
+compiler runs in a process of its own, with a time limit.
 Compiled rows are stored in `results/recipes/`; a program that is there, or in the compiler's cache, is not compiled
 again. A program that the compiler accepts counts, also if its arguments and temporaries exceed the memory; a star in
 the table and `over_memory` in the figures mark it. Recipes whose model or machine is not available, or that cannot be
@@ -44,7 +45,7 @@ from recipe_rows import Result, result_of
 from referee_calibration import efficiencies
 from rich.console import Console
 
-_SIDES = ("recipe", "best", "recipe_without")  # of a result
+_SIDES = ("recipe", "best", "recipe_without", "best_with")  # of a result
 TIMEOUT_S = 600.0  # chosen: seconds after which a compiler is stopped
 
 
@@ -84,8 +85,8 @@ def _line(row: Result) -> str:
 
 
 def _sides(row: Result) -> dict[str, Side]:
-    without = {} if row.recipe_without is None else {"recipe_without": row.recipe_without}
-    return {"recipe": row.recipe, "plan": row.best} | without
+    sides = {"recipe": row.recipe, "plan": row.best, "recipe_without": row.recipe_without, "plan_with": row.best_with}
+    return {name: side for name, side in sides.items() if side is not None}
 
 
 def _document(given: argparse.Namespace, results: Sequence[Result]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import optax
 import plan_rows
 import pytest
 import recipe_rows
+import recipe_settings
 import recipe_stand_ins as stand_ins
 import recipes
 from plan_rows import Planned, Row, Store
@@ -382,15 +383,32 @@ def test_options_with_reports_of_wrong_numbers_are_compiled_with_and_without(tmp
         return side
 
     monkeypatch.setattr(recipe_rows, "with_compiled", compile_under)
-    monkeypatch.setattr(recipe_rows, "_best_plan", lambda settings: (Side(), None))
+    monkeypatch.setattr(recipe_rows, "_best_plan", lambda settings, sets=(): (Side(remat="+".join(sets)), None))
     found = result_of(one, compile_plans=True, timeout_s=1.0, folder=tmp_path)
     assert found.reported == ("sparse-core-reductions (AXLearn reports abnormal losses)",)
     assert used["recipe"][SPARSE] is True and used["recipe without"][SPARSE] is False
     assert used["recipe without"]["xla_enable_async_all_gather"] is True and used["plan"] is None
     assert found.recipe_without == found.recipe
+    assert used["plan with"] is None and found.best_with == Side(remat="sparse-core-reductions")
     (other,) = read_recipes(written(tmp_path, sets + TINY + 'options = ["sparse"]\n'))
     found = result_of(other, compile_plans=True, timeout_s=1.0, folder=tmp_path)
-    assert found.reported == () and found.recipe_without is None
+    assert found.reported == () and found.recipe_without is None and found.best_with is None
+
+
+def test_option_sets_with_reports_are_on_in_our_plan_if_a_recipe_has_them(tmp_path):
+    text = f"[options.sparse]\n{SPARSE} = true\n" + TINY.replace("v5e:2x4", "v6e:2x4") + 'options = ["sparse"]\n'
+    (one,) = read_recipes(written(tmp_path, text))
+    settings = recipe_settings.settings_of(one)
+    _, plain = recipe_rows._best_plan(settings)
+    _, asked = recipe_rows._best_plan(settings, ["sparse-core-reductions"])
+    assert plain.compiler_options["tpu"][SPARSE] == "false" and asked.compiler_options["tpu"][SPARSE] == "true"
+
+
+def test_our_plans_are_compared_with_recipes_that_have_the_same_options():
+    own, best, asked = (replace(side(10.0), compiled=judged(seconds, 0.0)) for seconds in (8.0, 9.0, 7.0))
+    row = Result("a", "ok", 10.0, "llama3-8b", "v6e:4x4", "bf16", recipe=own, best=best, best_with=asked)
+    assert figures([row])["best"]["alike"]["joined"]["largest"] == 7 / 8
+    assert figures([replace(row, best_with=None)])["best"]["alike"]["joined"]["largest"] == 9 / 8
 
 
 @pytest.mark.slow
