@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -28,7 +29,7 @@ from autoshard.sharding.axes.roles import STATE, Roles
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.core.placement import axes_of
-from autoshard.spmdrules.ir.program import Op, Program, users_of
+from autoshard.spmdrules.ir.program import Op, Program, inlined, users_of
 
 # An update has fewer elementwise operators than this. The search takes time that grows with the square of their number.
 # Source: chosen; AdamW has about 20.
@@ -64,26 +65,28 @@ class UpdateBarriers:
         batch = [axes_of(layout.spec_of(((row,),))) for row in roles.rows] if on_tpu else []
         adds_up = any(layout.shard_count(axes) > 1 for axes in batch)
         ops = program.block.ops
-        self._before = {id(ops[update.before]): update for update in updates(program, roles)} if adds_up else {}
+        self._before: dict[int, list[Update]] = {}
+        for update in updates(program, roles) if adds_up else ():
+            self._before.setdefault(id(ops[update.before]), []).append(update)
         self._variable: dict[int, Any] = {}
         for op in ops if self._before else ():
             self._variable.update(zip((*op.operands, *op.results), (*op.eqn.invars, *op.eqn.outvars), strict=True))
 
     def before(self, op: Op, env: dict[Any, Any]) -> None:
         """Replace the values that wait before this operator: variable of the jaxpr -> value."""
-        if (update := self._before.get(id(op))) is not None:
+        for update in self._before.get(id(op), ()):
             waiting = [self._variable[v] for v in (update.gradient, *update.state)]
             env.update(zip(waiting, lax.optimization_barrier([env[x] for x in waiting]), strict=True))
 
 
 def updates(program: Program, roles: Roles) -> list[Update]:
-    """Return the elementwise updates of parameters from gradients that no loop, branch or call computes.
+    """Return the elementwise updates of parameters from gradients that no loop or branch computes.
 
-    Updates that run inside a jitted function are not found. On JAX 0.12, this affects Adam of optax 0.2.8: it corrects
-    the bias of all moments in one jitted function.
+    An update may run in a jitted function in whole or in part: Adam of optax 0.2.8 corrects the bias of all moments in
+    one such function.
     """
     search, found = _Search(program, roles), []
-    for op in program.block.ops:
+    for op in search.ops:
         if not _is_elementwise(op) and not op.blocks:
             made = [search.update(v) for v in op.results if v in roles.gradients]
             found += [update for update in made if update is not None]
@@ -91,13 +94,20 @@ def updates(program: Program, roles: Roles) -> list[Update]:
 
 
 class _Search:
-    """Finds updates. It follows elementwise operators between values of one shape."""
+    """Finds updates. It follows elementwise operators between values of one shape, also through calls.
+
+    A value can wait if it is `visible`: an operator of the outermost block computes it. `place` is the number of that
+    operator; for operators of a call, it is the number of the call.
+    """
 
     def __init__(self, program: Program, roles: Roles):
-        ops = program.block.ops
-        self.avals, self.roles, self.users = program.avals, roles, users_of(ops)
-        self.maker = {v: op for op in ops for v in op.results}
-        self.number = {id(op): n for n, op in enumerate(ops)}
+        block = program.block
+        inner = [list(inlined(replace(block, ops=[op]))) for op in block.ops]
+        self.ops = [op for ops in inner for op in ops]
+        self.place = {id(op): n for n, ops in enumerate(inner) for op in ops}
+        self.visible = {v for op in block.ops for v in op.results}
+        self.avals, self.roles, self.users = program.avals, roles, users_of(self.ops)
+        self.maker = {v: op for op in self.ops for v in op.results}
 
     def update(self, gradient: int) -> Update | None:
         """Return the update from a gradient. None if no parameter is updated, or if its update starts earlier."""
@@ -109,10 +119,12 @@ class _Search:
         state = sorted({v for each in joined.values() for v in each})
         if not any(self.roles.inputs[v] == "parameter" for v in state):
             return None
-        last = self._last_alone(gradient, joined)
-        taking = [op for v in (last, *state) for op in self.users[v] if self._leads(op, derived - {gradient}, joined)]
-        before = min(self.number[id(op)] for op in taking)
-        return Update(last, tuple(state), before) if before > self.number[id(self.maker[last])] else None
+        for last in self._alone(gradient, joined):
+            users = [op for v in (last, *state) for op in self.users[v]]
+            before = min(self.place[id(op)] for op in users if self._leads(op, derived - {gradient}, joined))
+            if before > self.place[id(self.maker[last])]:
+                return Update(last, tuple(state), before)
+        return None
 
     def _results(self, value: int) -> list[int]:
         """Return the results of the elementwise operators that take a value."""
@@ -133,16 +145,14 @@ class _Search:
         state = {v for v in behind if self.roles.inputs.get(v) in STATE}
         return {v for v in state if avals[v].shape == shape and not _compat.is_on_host(avals[v])}
 
-    def _last_alone(self, gradient: int, joined: Container[int]) -> int:
-        """Return the last value that is computed from a gradient alone and that all of its update needs."""
+    def _alone(self, gradient: int, joined: Container[int]) -> list[int]:
+        """Return the values that are computed from a gradient alone and that all of its update needs, the last first."""
 
         def alone(without: int) -> set[int]:
             return _reached([gradient], lambda v: [] if v in joined or v == without else self._results(v))
 
-        return max(
-            (v for v in alone(-1) if v == gradient or (v not in joined and not any(u in joined for u in alone(v)))),
-            key=lambda v: self.number[id(self.maker[v])],
-        )
+        found = [v for v in alone(-1) if v == gradient or (v not in joined and not any(u in joined for u in alone(v)))]
+        return sorted(self.visible.intersection(found), key=lambda v: self.place[id(self.maker[v])], reverse=True)
 
     def _leads(self, op: Op, derived: Container[int], joined: Container[int]) -> bool:
         """Whether a value that joins state and gradient depends on the result of an operator."""

@@ -62,7 +62,7 @@ def barriers(jaxpr):
 
 
 def adam():
-    """Adam with weight decay. That of optax 0.2.8 corrects its moments in a jitted function on JAX 0.12."""
+    """Adam with weight decay, written out: without the functions that optax 0.2.8 jits."""
 
     def init(params):
         return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
@@ -76,11 +76,27 @@ def adam():
     return optax.GradientTransformation(init, update)
 
 
+def jitted(optimizer):
+    """An optimizer whose whole update is one jitted function."""
+    return optax.GradientTransformation(optimizer.init, jax.jit(optimizer.update))
+
+
 ADAM, MOMENTUM = adam(), optax.sgd(1e-2, momentum=0.9)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
 
 
-@pytest.mark.parametrize(("optimizer", "state"), [(ADAM, 3), (MOMENTUM, 2), (optax.sgd(1e-2), 1), (CLIPPED, 3)])
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        (ADAM, 3),
+        (optax.adamw(1e-3), 3),
+        (jitted(optax.adamw(1e-3)), 3),
+        (optax.ema(0.9), 2),
+        (MOMENTUM, 2),
+        (optax.sgd(1e-2), 1),
+        (CLIPPED, 3),
+    ],
+)
 def test_each_gradient_is_joined_with_its_parameter_and_moments(optimizer, state):
     jaxpr = lowered(train_step(optimizer), shapes(optimizer))
     found = barriers(jaxpr)
@@ -155,6 +171,20 @@ def test_moments_on_the_host_wait_for_nothing():
         found = analyse(trace(step, ((on_device, moments), jnp.ones((4096, 64))), {}))
         waiting[name] = [len(update.state) for update in updates(found.axes.program, found.roles)]
     assert {*waiting["host"]} == {1} and 2 in waiting["device"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_order_of_the_sum_of_a_moment_does_not_matter(order):
+    def step(state, x):
+        w, moments = state
+        gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        terms = [lambda: 0.9 * moments, lambda: 0.1 * gradient][::order]
+        moments = sum(term() for term in terms)
+        return (w - 0.1 * moments, moments), None
+
+    one = jax.ShapeDtypeStruct((64, 64), "float32")
+    (found,) = barriers(lowered(step, ((one, one), jax.ShapeDtypeStruct((4096, 64), "float32"))))
+    assert len(found.invars) == 3
 
 
 def test_an_update_that_starts_before_its_gradient_has_no_barrier():
