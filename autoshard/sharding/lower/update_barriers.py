@@ -146,7 +146,7 @@ class _Search:
         return {v for v in state if avals[v].shape == shape and not _compat.is_on_host(avals[v])}
 
     def _alone(self, gradient: int, joined: Container[int]) -> list[int]:
-        """Return the values that are computed from a gradient alone and that all of its update needs, the last first."""
+        """Return the values that are computed from a gradient alone and that all of its update needs, last first."""
 
         def alone(without: int) -> set[int]:
             return _reached([gradient], lambda v: [] if v in joined or v == without else self._results(v))
