@@ -42,7 +42,8 @@ from autoshard.sharding.lower.merged_rows import reshaped_rows
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, on_shards, scope
 from autoshard.sharding.lower.products.scattered_products import scattered_product
 from autoshard.sharding.lower.products.sums_on_shards import sums_on_shards
-from autoshard.sharding.lower.update_barriers import UpdateBarriers
+from autoshard.sharding.lower.tpu.kept_stacks import pinned_slices
+from autoshard.sharding.lower.tpu.update_barriers import UpdateBarriers
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.overlap.marks import Marks
 from autoshard.sharding.overlap.modules import ModuleOverlap
@@ -80,7 +81,7 @@ class Lowering:
         overlap: ModuleOverlap | None = None,
         on_tpu: bool = False,
     ):
-        self.layout, self.mesh, self.link_prices = layout, mesh, link_prices
+        self.layout, self.mesh, self.link_prices, self.on_tpu = layout, mesh, link_prices, on_tpu
         self.order = GatherOrder(mesh) if gather == SEQUENTIAL else None
         self.early, self.early_values = early, frozenset(v for number, v in early if number >= 0)
         self.layers: LayerPrefetch | None = None
@@ -373,6 +374,7 @@ class Lowering:
             return prefetched_scan(self, op, found, consts, init, xs)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            x = pinned_slices(self.layout, self.mesh, op, n_consts + n_carry, x) if self.on_tpu else x
             out = self.function(op.blocks[0])(*consts, *carry, *x)
             return out[:n_carry], out[n_carry:]
 
@@ -380,10 +382,7 @@ class Lowering:
         return [*carry, *ys]
 
     def loop(self, op: Op, args: list[Any]) -> list[Any]:
-        """Return the results of a while loop with a rewritten condition and body.
-
-        This binds the primitive, because `lax.while_loop` refuses conditions under `vmap`: one truth value per row.
-        """
+        """Return the results of a while loop. `lax.while_loop` would refuse a condition with a value for each row."""
         params = op.eqn.params
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
         (cond, cond_consts), (body, body_consts) = map(self.rewritten, op.blocks)

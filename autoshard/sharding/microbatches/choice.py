@@ -18,6 +18,7 @@ from autoshard.errors import PlanError
 from autoshard.sharding.microbatches.constants import GAIN, MOST_TRIALS
 from autoshard.sharding.microbatches.microbatching import AUTO, RowsNotDivided, with_microbatches
 from autoshard.sharding.microbatches.too_slow import TooSlow
+from autoshard.sharding.plan.memory_doubt import plan_ranked_us
 from autoshard.sharding.program.tracing import Traced
 
 
@@ -106,4 +107,4 @@ def _best(made: list[tuple[int, Any, list[Any]]]) -> tuple[int, Any, list[Any]]:
 
 def _is_better(one: Any, other: Any) -> bool:
     """Whether a plan fits and is faster than another one by a clear margin."""
-    return one.plan.fits and one.plan.estimate.step_time_us < (1 - GAIN) * other.plan.estimate.step_time_us
+    return one.plan.fits and plan_ranked_us(one.plan) < (1 - GAIN) * plan_ranked_us(other.plan)

@@ -25,6 +25,7 @@ from autoshard.sharding.pipeline.constants import MOST_MICROBATCHES, MOST_STAGE_
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, SEARCHED
 from autoshard.sharding.pipeline.schedules import FORWARD_ONLY, LEAN
 from autoshard.sharding.plan.gather_words import ONCE, REPEAT
+from autoshard.sharding.plan.memory_doubt import plan_ranked_us
 
 ONE = "there is one device only; leave out schedule="
 
@@ -78,7 +79,7 @@ def plan_with_pipelines(
 
     def compare(count: int, schedule: str | None, number: int | str) -> None:
         nonlocal best
-        most_us = (1 - GAIN) * best.plan.estimate.step_time_us if best.plan.fits else math.inf
+        most_us = (1 - GAIN) * plan_ranked_us(best.plan) if best.plan.fits else math.inf
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # this plan may not be chosen
@@ -166,7 +167,7 @@ def plan_with_gathers(repeat: Any, once: Callable[[], Any]) -> Any:
     except PlanError as error:  # such as a fixed sharding that the groups of rows exclude
         reason = str(error).partition("): ")[2] or error
         return repeat.where(notes=(*repeat.plan.notes, f"gather={ONCE!r} is not possible: {reason}"))
-    faster = other.plan.fits and other.plan.estimate.step_time_us < repeat.plan.estimate.step_time_us
+    faster = other.plan.fits and plan_ranked_us(other.plan) < plan_ranked_us(repeat.plan)
     best = other if faster else repeat
     text = (f"stages gather their layers {'once a step' if faster else 'again in each microbatch'}: compared "
             f"gather={ONCE!r} ({_figures(other)}) with {REPEAT!r} ({_figures(repeat)})")  # fmt: skip
@@ -245,4 +246,4 @@ def _is_better(one: Any, other: Any) -> bool:
         return one.plan.fits
     if not one.plan.fits:
         return one.plan.estimate.peak_memory_bytes < other.plan.estimate.peak_memory_bytes
-    return one.plan.estimate.step_time_us < (1 - GAIN) * other.plan.estimate.step_time_us
+    return plan_ranked_us(one.plan) < (1 - GAIN) * plan_ranked_us(other.plan)

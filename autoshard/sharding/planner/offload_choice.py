@@ -22,6 +22,7 @@ from autoshard._units import bytes_text, time_text
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.offload.rewriting import Offloader
 from autoshard.sharding.offload.words import AUTO, OPTIMIZER, RESIDUAL, NotMovable, Words
+from autoshard.sharding.plan.memory_doubt import plan_ranked_us
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.constants import MOST_OFFLOADS, MOST_OFFLOADS_IF_FITS, OFFLOAD_MARGIN
@@ -102,18 +103,18 @@ def _ends(trials: list[Words], count: int) -> list[Words]:
 
 def _best(plain: Planned, made: Sequence[Planned]) -> Planned:
     if plain[0].plan.fits:
-        most_us = plain[0].plan.estimate.step_time_us * (1 - OFFLOAD_MARGIN)
-        faster = [one for one in made if one[0].plan.fits and one[0].plan.estimate.step_time_us < most_us]
-        return min(faster, key=_step_time_us, default=plain)
+        most_us = _ranked_us(plain) * (1 - OFFLOAD_MARGIN)
+        faster = [one for one in made if one[0].plan.fits and _ranked_us(one) < most_us]
+        return min(faster, key=_ranked_us, default=plain)
     fitting = [one for one in made if one[0].plan.fits]
     if fitting:
-        return min(fitting, key=_step_time_us)
+        return min(fitting, key=_ranked_us)
     within = [one for one in made if one[0].plan.fits_host]
     return min([plain, *within], key=lambda one: one[0].plan.estimate.peak_memory_bytes)
 
 
-def _step_time_us(one: Planned) -> float:
-    return one[0].plan.estimate.step_time_us
+def _ranked_us(one: Planned) -> float:
+    return plan_ranked_us(one[0].plan)
 
 
 def _words_text(words: Any) -> str:

@@ -42,6 +42,7 @@ from autoshard.sharding.pipeline.constants import LEAST_MICROBATCHES
 from autoshard.sharding.pipeline.pipelining import stages_of, with_stages
 from autoshard.sharding.pipeline.schedule_words import DEFAULT
 from autoshard.sharding.plan.gather_words import ONCE, SEQUENTIAL
+from autoshard.sharding.plan.memory_doubt import plan_ranked_us
 from autoshard.sharding.plan.overlap_words import Overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -175,7 +176,7 @@ def plan_traced(
 
             def once() -> BoundPlan:
                 cut_once, planned_once = partial(cut, gathers_once=True), partial(planned, gather=ONCE)
-                bound_us = min(most_us, made.plan.estimate.step_time_us)
+                bound_us = min(most_us, plan_ranked_us(made.plan))
                 groups = GroupedRows(rewritten, cut_once, planned_once, bound_us, KIND_ERROR)
                 return groups.planned(groups.cut(rewritten, made.plan.microbatches))
 

@@ -231,7 +231,7 @@ class PlanningProblem:
             for name, layout in layouts:
                 fitting_us = [c.cost.step_time_us for c in others if c.fits(self.limit)] if only_best else []
                 if not fitting_us or all(least_us <= min(fitting_us) for least_us in self.cost.least_us(layout)):
-                    others.append(price(name, layout, self.cost, self.memory))
+                    others.append(price(name, layout, self.cost, self.memory, self.limit))
             fitting = [c for c in others if c.fits(self.limit)]
             by_time, by_peak = (lambda c: c.cost.step_time_us), (lambda c: c.peak_bytes)
             best = best_assigned(min(fitting or others, key=by_time if fitting else by_peak), self.cost)

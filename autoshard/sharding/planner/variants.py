@@ -18,6 +18,7 @@ from autoshard._shown import shown
 from autoshard._typed import short_repr
 from autoshard._units import variant_text
 from autoshard.errors import PlanError
+from autoshard.sharding.plan.memory_doubt import plan_ranked_us
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.search_summary import variant_records
@@ -170,7 +171,7 @@ def fastest(made: Sequence[PlannedVariant]) -> BoundPlan:
     """The fastest plan that fits, or the one that needs the least memory if none fits; ties go to the first."""
     fitting = [one for one in made if one[1].plan.fits]
     if fitting:
-        choice, bound = min(fitting, key=lambda one: one[1].plan.estimate.step_time_us)
+        choice, bound = min(fitting, key=lambda one: plan_ranked_us(one[1].plan))
     else:
         within = [one for one in made if one[1].plan.fits_host] or made
         choice, bound = min(within, key=lambda one: one[1].plan.estimate.peak_memory_bytes)

@@ -13,6 +13,7 @@ from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.chips import host_limit_bytes
 from autoshard.sharding.machines.device_assignments import DeviceAssignment
+from autoshard.sharding.plan.memory_doubt import ranked_us
 from autoshard.sharding.search.constants import TIME_DECIMALS
 
 
@@ -30,6 +31,7 @@ class Candidate:
         assignment: the device assignment.
         host_bytes: bytes in host memory that belong to one device.
         host_limit: the bytes of host memory that one device may use.
+        limit: the bytes of its own memory that one device may use; infinite if it does not matter.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Candidate:
     assignment: DeviceAssignment
     host_bytes: float = 0.0
     host_limit: float = math.inf
+    limit: float = math.inf
 
     def fits(self, limit: float) -> bool:
         """Whether its peak memory is at most `limit` bytes, and its share of the host's memory suffices."""
@@ -51,9 +54,14 @@ class Candidate:
         return self.host_bytes <= self.host_limit
 
 
-def candidate_time(candidate: Candidate) -> float:
+def estimated_us(candidate: Candidate) -> float:
     """The estimated step time in microseconds, rounded so that equal plans tie."""
     return round(candidate.cost.step_time_us, TIME_DECIMALS)
+
+
+def candidate_time(candidate: Candidate) -> float:
+    """The time in microseconds by which candidates are compared (`memory_doubt`), rounded so that equal plans tie."""
+    return round(ranked_us(candidate.cost.step_time_us, candidate.peak_bytes, candidate.limit), TIME_DECIMALS)
 
 
 def best_assigned(candidate: Candidate, cost: CostModel) -> Candidate:
@@ -62,12 +70,14 @@ def best_assigned(candidate: Candidate, cost: CostModel) -> Candidate:
     return replace(candidate, assignment=assignment, cost=assigned_cost)
 
 
-def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Candidate:
+def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel, limit: float = math.inf) -> Candidate:
     """Price a layout under the default device assignment."""
     step = cost(layout)
     peak, kinds = memory(layout, step.live_buffers)
     chip, assignment = cost.target.chip, cost.target.assign(layout.mesh)
-    return Candidate(name, layout, step, peak, kinds, assignment, memory.host_bytes(layout), host_limit_bytes(chip))
+    return Candidate(
+        name, layout, step, peak, kinds, assignment, memory.host_bytes(layout), host_limit_bytes(chip), limit
+    )
 
 
 @shown

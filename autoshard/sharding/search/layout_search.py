@@ -33,7 +33,14 @@ from autoshard.sharding.layout.plan_request import (
     layout_of,
     request,
 )
-from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, candidate_time, price
+from autoshard.sharding.search.candidate import (
+    Candidate,
+    SearchCounts,
+    best_assigned,
+    candidate_time,
+    estimated_us,
+    price,
+)
 from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, IDLE_SPEEDUP, LEAST_GAIN_OVER_KNOWN
 from autoshard.sharding.search.known_plans import known_plans
 from autoshard.sharding.search.local_search import hill_climb
@@ -88,7 +95,9 @@ def search(
         layouts = distinct_layouts(layouts)
     if roles.stages is not None and math.isfinite(most_us):
         check_in_time(layouts, cost, microbatches, axes.sizes[roles.stages], most_us, set() if slow is None else slow)
-    promising = price_promising(layouts, partial(price, cost=cost, memory=memory), cost.least_us, limit, most_us)
+    promising = price_promising(
+        layouts, partial(price, cost=cost, memory=memory, limit=limit), cost.least_us, limit, most_us
+    )
     priced = _without_idle(promising, limit)
     counts = counts or SearchCounts()
     counts.proposed, counts.duplicates = proposed, sharding_count - len(layouts)
@@ -102,7 +111,7 @@ def search(
             return None
         if not useful or (math.isfinite(most_us) and any(least_us > most_us for least_us in cost.least_us(layout))):
             return None
-        counts.changed.append(price(name, layout, cost, memory))
+        counts.changed.append(price(name, layout, cost, memory, limit))
         return counts.changed[-1]
 
     def order(c: Candidate) -> tuple[bool, float]:
@@ -143,13 +152,13 @@ def _best_fitting(
     fitting = [c for c in [*priced, *changed] if c.fits(limit)]
     if not fitting:
         every = [*priced, *changed]
-        return best_assigned(min(every, key=lambda c: c.peak_bytes), cost), sorted(every, key=candidate_time)
+        return best_assigned(min(every, key=lambda c: c.peak_bytes), cost), sorted(every, key=estimated_us)
     assigned = {id(c): best_assigned(c, cost) for c in sorted(fitting, key=candidate_time)[:ASSIGNED_CANDIDATES]}
     of_known = [assigned[id(c)] for c in known if id(c) in assigned]
     most_us = min(map(candidate_time, of_known)) * (1 - LEAST_GAIN_OVER_KNOWN) if of_known else math.inf
     better = [assigned[id(c)] for c in changed if id(c) in assigned and candidate_time(assigned[id(c)]) < most_us]
     return min([*better, *of_known], key=candidate_time), sorted(
-        [*better, *(assigned.get(id(c), c) for c in priced)], key=candidate_time
+        [*better, *(assigned.get(id(c), c) for c in priced)], key=estimated_us
     )
 
 
@@ -163,10 +172,10 @@ def idle_layouts(
 
 def _without_idle(priced: list[Candidate], limit: float) -> list[Candidate]:
     """Drop candidates with an idle mesh axis that are not clearly faster than the best without one."""
-    times = [c.cost.step_time_us for c in priced if c.fits(limit) and not c.layout.idle_axes()]
+    times = [candidate_time(c) for c in priced if c.fits(limit) and not c.layout.idle_axes()]
     if not times:
         return priced
-    return [c for c in priced if not c.layout.idle_axes() or c.cost.step_time_us * IDLE_SPEEDUP < min(times)]
+    return [c for c in priced if not c.layout.idle_axes() or candidate_time(c) * IDLE_SPEEDUP < min(times)]
 
 
 def distinct_layouts(layouts: Iterable[tuple[str, Layout]]) -> list[tuple[str, Layout]]:

@@ -21,7 +21,7 @@ from autoshard._shown import shown
 from autoshard.sharding.layout.constants import MOST_KNOWN_REQUESTS
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_request import CONTEXT, is_request, parse_request
-from autoshard.sharding.search.candidate import Candidate
+from autoshard.sharding.search.candidate import Candidate, candidate_time, estimated_us
 from autoshard.sharding.search.constants import (
     ASSIGNED_CANDIDATES,
     KEPT_CANDIDATES,
@@ -135,7 +135,7 @@ class _Wanted:
         """Note a plan that was priced."""
         if not candidate.fits(self._limit):
             return
-        time = candidate.cost.step_time_us
+        time = candidate_time(candidate)
         self._best_us = min(self._best_us, time)
         for need, inner, _ in _needs(name):
             known = self._times[need]
@@ -172,9 +172,9 @@ def _bound_us(priced: Iterable[Candidate], limit: float, most_us: float) -> floa
     These are the fastest `KEPT_CANDIDATES`, and among those that fit the fastest `ASSIGNED_CANDIDATES`. If few fit, the
     bound leaves room for what another device assignment may gain. Without one that fits, there is no bound.
     """
-    every = [(c.cost.step_time_us, c.fits(limit)) for c in priced]
-    fastest = heapq.nsmallest(KEPT_CANDIDATES, (us for us, _ in every))
-    fitting = heapq.nsmallest(ASSIGNED_CANDIDATES, (us for us, fits in every if fits))
+    every = list(priced)
+    fastest = heapq.nsmallest(KEPT_CANDIDATES, map(estimated_us, every))
+    fitting = heapq.nsmallest(ASSIGNED_CANDIDATES, (candidate_time(c) for c in every if c.fits(limit)))
     if not fitting:
         return math.inf
     if len(fastest) < KEPT_CANDIDATES:

@@ -31,6 +31,7 @@ from typing import Any
 
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, HOST_BANDWIDTH_REACHED
+from autoshard.sharding.plan.memory_doubt import almost_fills, ranked_us
 from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
 from autoshard.sharding.planner.variants import Attempt
 from autoshard.train.program import constants
@@ -150,10 +151,13 @@ class _Probes:
     def best(self, remat: str, microbatches: int, found: Mapping[str, StrategyPrice]) -> Priced:
         """The variant under the fastest strategy that fits, or else under the leanest."""
         fitting = [p for p in found.values() if p.peak_memory_bytes <= self.limit and p.fits_host]
-        by_time, by_peak = (lambda p: p.step_time_us), (lambda p: p.peak_memory_bytes)
-        p = min(fitting, key=by_time) if fitting else min(found.values(), key=by_peak)
+        p = (
+            min(fitting, key=lambda p: ranked_us(p.step_time_us, p.peak_memory_bytes, self.limit))
+            if fitting
+            else min(found.values(), key=lambda p: p.peak_memory_bytes)
+        )
         peak = p.peak_memory_bytes if p.fits_host else math.inf  # fits nowhere
-        return Priced(remat, microbatches, p.step_time_us, peak, p.host_us, p.host_bytes)
+        return Priced(remat, microbatches, p.step_time_us, peak, p.host_us, p.host_bytes, self.limit)
 
     def estimated(self) -> list[Priced]:
         """Every choice, word and mix with its additive price, under each strategy that was probed."""
@@ -162,7 +166,7 @@ class _Probes:
             if words not in self.full[count]:
                 continue
             pure = self._pure(count, words)
-            found += [replace(each, strategy=words) for each in (*pure, *self._mixes(pure))]
+            found += [replace(each, strategy=words, limit_bytes=self.limit) for each in (*pure, *self._mixes(pure))]
         return found
 
     def _pure(self, count: int, words: str) -> list[Priced]:
@@ -213,11 +217,15 @@ class _Probes:
                 yield Priced(remat, parts.microbatches, time_us, peak, 2 * busy, waiting)
 
     def _mixes(self, pure: Sequence[Priced]) -> list[Priced]:
-        """Mixes over the layers of a policy that is too large and a slower one that fits; neither is a mix itself."""
+        """Mixes over the layers of a policy that is too large, or may be, and a slower one that fits.
+
+        Neither is a mix itself.
+        """
         front = _front(each for each in pure if "," not in each.remat)
         found = []
         for light, strict in itertools.product(front, front):
-            if not light.peak_bytes > self.limit >= strict.peak_bytes or strict.time_us <= light.time_us:
+            too_large = almost_fills(light.peak_bytes, self.limit)
+            if not too_large or strict.peak_bytes > self.limit or strict.time_us <= light.time_us:
                 continue
             for count, period in constants.SEARCHED_REMAT_MIXES:
                 if self.space.layers > period and not self.space.layers % period:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard._shown import shown
 from autoshard.models.remat.policies import remat_policies
+from autoshard.sharding.plan.memory_doubt import ranked_us
 from autoshard.train.program import constants
 
 MakeStep = Callable[[str, int], tuple[Any, ...]]
@@ -48,6 +50,7 @@ class Priced:
         microbatches: the number of microbatches.
         time_us: microseconds of a step.
         peak_bytes: peak memory of a device.
+        limit_bytes: memory that a device has; infinite if there is no limit.
         host_us: microseconds in which the link to the host is busy.
         host_bytes: bytes that wait on the host at a time; more than 0 if any values do.
         strategy: the strategy; empty if it is that which suits the variant best.
@@ -59,6 +62,7 @@ class Priced:
     peak_bytes: float
     host_us: float = 0.0
     host_bytes: float = 0.0
+    limit_bytes: float = math.inf
     strategy: str = ""
 
     @property
@@ -73,8 +77,11 @@ class Priced:
 
     @property
     def score_us(self) -> float:
-        """The time by which variants are ranked: a part of the time on the link counts as exposed."""
-        return self.time_us + constants.HOST_DOUBT * self.host_us
+        """The time by which variants are ranked.
+
+        A part of the time on the link counts as exposed, and memory close to the limit counts as in `memory_doubt`.
+        """
+        return ranked_us(self.time_us + constants.HOST_DOUBT * self.host_us, self.peak_bytes, self.limit_bytes)
 
     @property
     def keywords(self) -> dict[str, Any]:

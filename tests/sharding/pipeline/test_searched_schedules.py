@@ -24,7 +24,14 @@ def made(time: float, stages: int = 1, schedule: str = "") -> Any:
 
     estimate = SimpleNamespace(step_time_us=time, peak_memory_bytes=1e9, compute_us=10.0)
     plan = SimpleNamespace(
-        estimate=estimate, fits=True, notes=(), stages=stages, schedule=schedule, chosen=f"pp:{stages}", microbatches=8
+        estimate=estimate,
+        limit_bytes=0.0,
+        fits=True,
+        notes=(),
+        stages=stages,
+        schedule=schedule,
+        chosen=f"pp:{stages}",
+        microbatches=8,
     )
     return SimpleNamespace(plan=plan, where=where)
 

@@ -53,6 +53,8 @@ class Times:
     step_time_us: float
     least_us: float
     fit: bool = True
+    peak_bytes: float = 0.0
+    limit: float = math.inf
 
     @property
     def cost(self):

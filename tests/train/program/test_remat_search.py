@@ -236,7 +236,7 @@ def test_variants_that_fit_only_under_slower_strategies_do_not_end_the_pricing()
     probes.best = partial(remat_search._Probes.best, probes)
     fitting, _ = remat_search._best_priced(probes)
     assert tried == ["keep:qkv", "keep:context", "keep:mlp_in"]
-    assert min(fitting, key=lambda each: each.time_us) == Priced("keep:mlp_in", 1, 8.0, 90.0)
+    assert min(fitting, key=lambda each: each.time_us) == Priced("keep:mlp_in", 1, 8.0, 90.0, limit_bytes=100.0)
 
 
 def test_guesses_that_do_not_fit_the_host_are_not_tried():

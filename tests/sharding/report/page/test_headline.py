@@ -10,6 +10,7 @@ from autoshard.sharding.audit import Audit
 from autoshard.sharding.plan.search_record import PricedPlan
 from autoshard.sharding.report.page import page
 from autoshard.sharding.report.page.headline import headline
+from autoshard.sharding.report.page.search import why_not_chosen
 from autoshard.sharding.report.search_outcome import verdict
 from autoshard.sharding.report.summary import collectives, mesh_sizes
 from tests.sharding.report.page.elements import texts, visible_rows
@@ -75,6 +76,13 @@ def test_the_verdict_counts_all_priced_plans():
     better = PricedPlan("dp+x", plan.estimate.step_time_us / 1.1, 1.0, changed=True)
     close = plan.where(history=(*plan.history[:-1], replace(record, tried=(better, *record.tried))))
     assert verdict(close).sentence.endswith(" except 1 changed, whose gain is small or uncertain")
+    limit = plan.limit_bytes
+    tight = PricedPlan("dp:8", plan.estimate.step_time_us / 1.01, 0.99 * limit)
+    almost = plan.where(history=(*plan.history[:-1], replace(record, tried=(tight, *record.tried))))
+    assert verdict(almost).sentence.endswith(" except 1 that almost fills the memory")
+    assert "almost fills the memory" in why_not_chosen(almost, tight)
+    both = plan.where(history=(*plan.history[:-1], replace(record, tried=(tight, better, *record.tried))))
+    assert " except 1 changed, whose gain is small or uncertain and 1 that almost" in verdict(both).sentence
     slow = plan.where(estimate=replace(plan.estimate, step_time_us=plan.estimate.step_time_us * 2))
     assert "chosen from" in verdict(slow).sentence and "fastest" not in verdict(slow).sentence
 

@@ -10,7 +10,7 @@ import pytest
 
 import autoshard
 from autoshard.sharding.axes.analysis import analyse
-from autoshard.sharding.lower.update_barriers import updates
+from autoshard.sharding.lower.tpu.update_barriers import updates
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.program.tracing import trace
 

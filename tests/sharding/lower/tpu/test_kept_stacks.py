@@ -1,0 +1,80 @@
+"""The order of dimensions of values that wait on the device beside values on the host."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import autoshard
+from autoshard.sharding.planner.bound_plan import bound_or_error
+
+LAYERS, ROWS, WIDTH, HIDDEN = 3, 16, 32, 64
+WEIGHTS = jax.ShapeDtypeStruct((LAYERS, WIDTH, HIDDEN), jnp.float32)
+X = jax.ShapeDtypeStruct((ROWS, 8, WIDTH), jnp.float32)
+
+
+def step(host, kept):
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=kept,
+        names_which_can_be_offloaded=host,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def layer(h, w):
+        h = checkpoint_name(h, "input")
+        return h + jnp.tanh(checkpoint_name(h @ w, "hidden")) @ w.T, None
+
+    def loss(weights, x):
+        return (jax.lax.scan(jax.checkpoint(layer, policy=policy), x, weights)[0] ** 2).mean()
+
+    def run(weights, x):
+        value, gradient = jax.value_and_grad(loss)(weights, x)
+        return weights - 0.1 * gradient, value
+
+    return run
+
+
+def lowered(fn, target="v5e:2x4", words="dp:2 fsdp:4"):
+    made = autoshard.plan(fn, WEIGHTS, X, plan=words, target=target)
+    return bound_or_error(made.bound).executable.constrained_program(made.mesh)
+
+
+def ordered(jaxpr):
+    """The shapes of shards whose order of dimensions is given, in a jaxpr and all jaxprs in it."""
+    found = [eqn.invars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "layout_constraint"]
+    for eqn in jaxpr.eqns:
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            found += ordered(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("host", "kept", "target", "shapes"),
+    [
+        (["input"], ["hidden"], "v5e:2x4", [(ROWS // 8, 8, HIDDEN)]),  # the kept value, not the weights
+        (["hidden"], ["input"], "v5e:2x4", [(ROWS // 8, 8, WIDTH)]),
+        (["input", "hidden"], [], "v5e:2x4", []),  # nothing waits on the device
+        ([], ["input", "hidden"], "v5e:2x4", []),  # nothing waits on the host
+        (["input"], ["hidden"], "h100:1x8", []),
+    ],
+)
+def test_the_order_of_kept_values_is_given_beside_values_on_the_host(host, kept, target, shapes):
+    program = lowered(step(host, kept), target)
+    assert ordered(jax.make_jaxpr(program)(WEIGHTS, X).jaxpr) == shapes
+
+
+def test_values_stay_the_same():
+    fn = step(["input"], ["hidden"])
+    made = autoshard.plan(fn, WEIGHTS, X, plan="dp:2 fsdp:4", target="v5e:2x4")
+    program = bound_or_error(made.bound).executable.constrained_program(made.mesh)
+    mesh = jax.make_mesh(made.mesh.axis_sizes, made.mesh.axis_names, axis_types=made.mesh.axis_types)
+    keys = jax.random.split(jax.random.key(0))
+    args = [jax.random.normal(key, each.shape) / 4 for key, each in zip(keys, (WEIGHTS, X), strict=True)]
+    assert ordered(jax.make_jaxpr(program)(*args).jaxpr)
+    with jax.set_mesh(mesh):
+        results = jax.jit(program)(*args)
+    for result, expected in zip(results, jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
