@@ -1,0 +1,144 @@
+"""Which reductions the kernels of products compute, as `benchmarks/absorbed_reductions.py` finds them compiled."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.sharding.cost.constants import PASS_OPS
+from autoshard.sharding.cost.fusion import fuse
+from autoshard.spmdrules.ir.program import build
+
+B, S, D, N = 4, 32, 16, 128
+X, W, Y = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((B * S, D), (D, N), (B * S, N)))
+X3 = jax.ShapeDtypeStruct((B, S, D), "bfloat16")
+F32 = jax.ShapeDtypeStruct((B * S, D), "float32"), jax.ShapeDtypeStruct((D, N), "float32")
+
+
+def kernels(fn, *args, tpu=True):
+    """(operator, arrays read, arrays written) of each kernel, of arrays with as many elements as the product."""
+    program = build(jax.make_jaxpr(fn)(*args))
+    found = fuse(program, fuses_operands=tpu).kernels
+
+    def count(values):
+        return sum(program.avals[v].size == B * S * N for v in values)
+
+    ordered = [found[id(op)] for op in program.ops() if id(op) in found]
+    return [(each.op.name, count(each.reads), count(each.writes)) for each in ordered]
+
+
+def f32(x):
+    return x.astype("float32")
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda y: y.max(-1),
+        lambda y: f32(y).sum(-1),
+        lambda y: f32(y).sum(0),
+        lambda y: f32(y).sum(),
+        lambda y: (f32(y) ** 2).sum(-1),
+        lambda y: y.argmax(-1),
+        lambda y: (2 - f32(y)).argmin(-1),
+        lambda y: y.T.max(0),
+        lambda y: y.reshape(B, S, N).max(-1),
+        lambda y: f32(y).reshape(B, S, N).sum((0, 1)),
+        lambda y: (y.max(-1), y.min(-1)),
+        lambda y: (f32(y).sum(0), (f32(y) ** 2).sum(1)),
+    ],
+)
+def test_a_product_computes_a_reduction_of_its_result_which_is_never_stored(reduce):
+    assert kernels(lambda x, w: reduce(x @ w), X, W) == [("dot_general", 0, 0)]
+    assert len(kernels(lambda x, w: reduce(x @ w), X, W, tpu=False)) > 1
+
+
+@pytest.mark.parametrize("reduced", [-1, 1, (0, 1), (1, 2), (0, 1, 2)])
+def test_rows_of_a_batch_make_no_difference(reduced):
+    assert kernels(lambda x, w: f32(x @ w).sum(reduced), X3, W) == [("dot_general", 0, 0)]
+    conv = jax.ShapeDtypeStruct((N, D, 3), "bfloat16")
+    padded = jax.ShapeDtypeStruct((B, D, S), "bfloat16")
+    convolved = kernels(lambda x, w: f32(jax.lax.conv(x, w, (1,), "SAME")).sum(reduced), padded, conv)
+    assert convolved == [("conv_general_dilated", 0, 0)]
+
+
+def test_the_result_is_stored_if_something_else_takes_it():
+    def fn(x, w):
+        y = x @ w
+        return y, f32(y).sum(1), f32(y).sum(0)
+
+    assert kernels(fn, X, W) == [("dot_general", 0, 1)]
+
+
+def test_other_arrays_are_read_by_the_kernel_of_the_product():
+    assert kernels(lambda x, w, y: (f32(x @ w - y) ** 2).sum(-1), X, W, Y) == [("dot_general", 1, 0)]
+
+    def nearest(x, w):
+        return ((x**2).sum(1, keepdims=True) - 2 * (x @ w) + (w**2).sum(0)).argmin(-1)
+
+    assert kernels(nearest, *F32) == [("reduce_sum", 0, 0), ("dot_general", 0, 0), ("reduce_sum", 0, 0)]
+
+
+def test_the_later_of_two_products_computes_the_reduction_of_their_sum():
+    def fn(x, w):
+        return (x @ w + jnp.tanh(x) @ w).max(-1)
+
+    assert kernels(fn, X, W) == [("dot_general", 0, 1), ("dot_general", 1, 0)]
+
+
+@pytest.mark.parametrize("reduce", [lambda y: y.sum(1), lambda y: y.sum(2)])
+def test_a_sum_over_a_part_of_a_dimension_is_a_kernel_of_its_own(reduce):
+    split = kernels(lambda x, w: reduce(f32(x @ w).reshape(B * S, 8, -1)), X, W)
+    assert split == [("dot_general", 0, 1), ("reduce_sum", 1, 0)]
+    rows = kernels(lambda x, w: f32(x @ w).reshape(B, S, N).sum(1), X, W)
+    assert rows == [("dot_general", 0, 1), ("reduce_sum", 1, 0)]
+
+
+def test_a_reduction_that_needs_another_one_first_reads_the_result():
+    def variance(x, w):
+        y = f32(x @ w)
+        return ((y - y.sum(-1, keepdims=True)) ** 2).sum(-1)
+
+    assert kernels(variance, X, W) == [("dot_general", 0, 1), ("reduce_sum", 1, 0)]
+    lse = kernels(lambda x, w: jax.nn.logsumexp(f32(x @ w), -1), X, W)
+    assert lse == [("dot_general", 0, 1), ("reduce_sum", 1, 0), ("add", 0, 0)]
+
+
+def test_only_reductions_of_one_type_are_computed_together():
+    """XLA computes the maximum of bfloat16 numbers in bfloat16 before it casts them, but their sum in float32."""
+
+    def fn(x, w):
+        y = f32(x @ w)
+        return y.max(-1), y.sum(-1)
+
+    assert kernels(fn, X, W) == [("dot_general", 0, 1), ("reduce_sum", 1, 0)]
+    assert kernels(fn, *F32) == [("dot_general", 0, 0)]
+
+
+def test_the_position_of_the_maximum_is_only_computed_alone():
+    for other in (lambda y: y, lambda y: y.min(-1), lambda y: y.argmin(-1)):
+        found = kernels(lambda x, w, other=other: ((y := x @ w).argmax(-1), other(y)), X, W)
+        assert ("argmax", 1, 0) in found and ("dot_general", 0, 1) in found
+
+
+def test_a_product_does_not_compute_what_comes_long_after_it_or_after_a_loop():
+    def fn(x, w, y):
+        first = x @ w
+        for _ in range(PASS_OPS):
+            y = jnp.sin(y)
+        return f32(first).sum(-1), y
+
+    assert ("reduce_sum", 1, 0) in kernels(fn, X, W, Y)
+
+    def looped(x, w, y):
+        first = x @ w
+        y = jax.lax.fori_loop(0, 3, lambda _, y: y * 2, y)
+        return f32(first).sum(-1), y
+
+    assert ("reduce_sum", 1, 0) in kernels(looped, X, W, Y)
+
+
+def test_the_reduction_of_a_product_in_a_loop_is_not_stored():
+    def fn(x, ws):
+        return jax.lax.scan(lambda x, w: (x, (x @ w).max(-1)), x, ws)[1]
+
+    assert kernels(fn, X, jax.ShapeDtypeStruct((3, D, N), "bfloat16")) == [("dot_general", 0, 0)]
