@@ -13,12 +13,13 @@ A kernel computes a reduction if
   together. Those of a bfloat16 array are not if the sum is in float32: the kernel then computes only the first one;
 - nothing else takes the result, for a position such as `argmax`.
 
-An exception is the softmax of scores in float32 that have at least three dimensions (`computes_softmax`). Its kernel
+The softmax of scores in float32 is an exception, if the product has dimensions of a batch (`is_softmax`). Its kernel
 keeps whole rows of up to `SOFTMAX_ROW` elements on the chip: it computes the maximum, the exponentials and their sum,
-and writes the exponentials in place of the scores.
+and writes the exponentials in place of the scores. For longer rows it computes neither.
 
-Compiled for v5e, v5p and v6e (libtpu 0.0.42.1): `benchmarks/absorbed_reductions.py`. There, the length of the rows, the
-dimension that is reduced, and dimensions of a batch make no difference. On other platforms products absorb nothing.
+Compiled for v4, v5e, v5p, v6e and tpu7x (libtpu 0.0.42.1): `benchmarks/absorbed_reductions.py`. Otherwise the length of
+the rows, the dimension that is reduced, and dimensions of a batch make no difference. On other platforms products
+absorb nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard._shown import shown
-from autoshard.sharding.cost.constants import PASS_OPS
+from autoshard.sharding.cost.constants import PASS_OPS, SOFTMAX_ROW
 from autoshard.sharding.cost.kernels.sources import Sources
 from autoshard.sharding.program.array_sizes import is_float, itemsize
 from autoshard.sharding.program.operator_kinds import CONVOLUTION, REDUCTIONS
@@ -36,6 +37,7 @@ from autoshard.spmdrules.core.rule import POSITIONS
 from autoshard.spmdrules.ir.program import Op
 
 ABSORBING = ("dot_general", CONVOLUTION)  # products that absorb reductions
+_SPREADS = ("broadcast_in_dim", "expand_dims", "reshape", "stop_gradient", "max")  # from a maximum to all of its row
 _SELECTIONS = ("reduce_max", "reduce_min")  # of the elements themselves: XLA computes them before a widening cast
 
 
@@ -92,11 +94,17 @@ class ReductionFinder:
         absorbed: dict[int, list[Op]] = {}
         unstored: set[int] = set()
         for value, reductions in found.items():
+            sums: list[Op] = []
+            for op in [op for op in reductions if self.is_softmax(op, products[value])]:
+                if self.avals[op.operands[0]].shape[-1] > SOFTMAX_ROW:
+                    reductions.remove(op)
+                else:
+                    sums += self.exponential_sums(op)
             readers = self.readers(value)
             only_these = value not in outputs and readers <= {*map(id, reductions)}
             chosen = self.computed_together(reductions, only_these)
             if chosen:
-                absorbed[value] = chosen
+                absorbed[value] = chosen + [op for op in sums if op not in chosen]
                 if only_these and len(chosen) == len(reductions):
                     unstored.add(value)
         return Absorbed(absorbed, frozenset(unstored))
@@ -196,6 +204,27 @@ class ReductionFinder:
             return [*reductions]
         others = [op for op in reductions if op.name not in POSITIONS]
         return [op for op in others if self.element_type(op) == self.element_type(others[0])]
+
+    def is_softmax(self, maximum: Op, product: Op) -> bool:
+        """Whether a maximum of a product is that of a softmax which XLA computes row by row."""
+        if maximum.name != "reduce_max" or product.name != "dot_general" or self.element_type(maximum) != "float32":
+            return False
+        _, (batch, _) = product.eqn.params["dimension_numbers"]
+        last = self.avals[maximum.operands[0]].ndim - 1
+        return bool(batch) and tuple(maximum.eqn.params["axes"]) == (last,) and bool(self.exponential_sums(maximum))
+
+    def exponential_sums(self, maximum: Op) -> list[Op]:
+        """Return the sums of `exp(x - max(x))` over the dimensions of a maximum of `x`."""
+        todo, found = [maximum.results[0]], list[Op]()
+        while todo:
+            for user in self.users.get(todo.pop(), ()):
+                if user.name in _SPREADS and len({*user.operands} - {-1}) == 1:
+                    todo += user.results
+                elif user.name == "sub" and user.operands[0] == maximum.operands[0]:
+                    exponentials = [one for one in self.users.get(user.results[0], ()) if one.name == "exp"]
+                    taken = [each for one in exponentials for each in self.users.get(one.results[0], ())]
+                    found += [each for each in taken if each.name == "reduce_sum"]
+        return [op for op in found if op.eqn.params["axes"] == maximum.eqn.params["axes"]]
 
     def element_type(self, reduction: Op) -> Any:
         """Return the type in which a reduction is computed: that of its operand before it is cast to a wider type."""

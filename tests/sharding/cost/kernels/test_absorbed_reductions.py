@@ -3,9 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from autoshard.sharding.cost.constants import PASS_OPS
+from autoshard import plan
+from autoshard.sharding.cost.constants import PASS_OPS, SOFTMAX_ROW
 from autoshard.sharding.cost.fusion import fuse
+from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout
+from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.spmdrules.ir.program import build
 
 B, S, D, N = 4, 32, 16, 128
@@ -142,3 +147,74 @@ def test_the_reduction_of_a_product_in_a_loop_is_not_stored():
         return jax.lax.scan(lambda x, w: (x, (x @ w).max(-1)), x, ws)[1]
 
     assert kernels(fn, X, jax.ShapeDtypeStruct((3, D, N), "bfloat16")) == [("dot_general", 0, 0)]
+
+
+def attention(rows, scale=1.0, batched=True, change=lambda s: s):
+    """The kernels of attention over this many keys: (operator, arrays of scores read, written)."""
+
+    def fn(q, k, v):
+        scores = change(jnp.einsum("...qd,...kd->...qk", q, k).astype("float32") * scale)
+        return jnp.einsum("...qk,...kd->...qd", jax.nn.softmax(scores, -1).astype(q.dtype), v)
+
+    x = jax.ShapeDtypeStruct((*([B] if batched else []), rows, D), "bfloat16")
+    program = build(jax.make_jaxpr(fn)(x, x, x))
+    found = fuse(program, fuses_operands=True).kernels
+    scores = {v for v, aval in enumerate(program.avals) if aval.shape[-2:] == (rows, rows)}
+    ordered = [found[id(op)] for op in program.ops() if id(op) in found]
+    return [(each.op.name, len(scores & {*each.reads}), len(scores & {*each.writes})) for each in ordered]
+
+
+def test_the_softmax_of_scores_in_float32_is_computed_with_them():
+    whole = [("dot_general", 0, 1), ("dot_general", 1, 0)]
+    assert attention(S, scale=0.5) == attention(SOFTMAX_ROW, scale=0.5) == whole
+    masked = attention(S, 0.5, change=lambda s: jnp.where(jnp.tril(jnp.ones(s.shape, bool)), s, -1e30))
+    assert masked == whole
+
+
+def test_the_softmax_of_longer_rows_is_computed_apart():
+    apart = [("dot_general", 0, 1), ("reduce_max", 1, 0), ("reduce_sum", 1, 0), ("dot_general", 1, 0)]
+    assert attention(2 * SOFTMAX_ROW, scale=0.5) == apart
+
+
+def test_the_sum_of_a_softmax_is_computed_apart_in_16_bits_and_without_a_batch():
+    apart = [("dot_general", 0, 1), ("reduce_sum", 1, 0), ("dot_general", 1, 0)]
+    assert attention(S, 0.5, batched=False) == apart
+    plain = kernels(lambda q, k: jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k).astype("float32")), X3, X3)
+    assert [name for name, *_ in plain] == [
+        "dot_general",
+        "reduce_sum",
+        "div",
+    ]  # a mere cast: the maximum is in 16 bits
+
+
+def test_a_gradient_is_summed_over_devices_before_its_norm():
+    shapes = jax.ShapeDtypeStruct((1024, 1024), "float32"), jax.ShapeDtypeStruct((4096, 1024), "float32")
+
+    def step(w, x):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+        return w - gradient / jnp.sqrt(jnp.sum(gradient**2))
+
+    problem = bound_or_error(plan(step, *shapes, target="v5e:2x4", plan="dp:8").bound).problem
+    assert [k.op.name for k in problem.cost.fusion.kernels.values() if k.absorbed >= 0] == []
+
+
+def test_reductions_of_a_partial_result_read_it_from_memory():
+    """A sum over devices comes between the product and the reductions of its result."""
+    rows, columns = 1 << 14, 1 << 13
+
+    def price(spec):
+        shapes = jax.ShapeDtypeStruct((rows, 8192), "bfloat16"), jax.ShapeDtypeStruct((8192, columns), "bfloat16")
+        fixed = {"x": P(None, "tp"), "w": P("tp", None)} if spec == "tp:4" else {}
+        made = plan(lambda x, w: f32(x @ w).sum(1), *shapes, target="v5e:2x2", plan=spec, fixed=fixed)
+        bound = bound_or_error(made.bound)
+        cost = bound.problem.cost
+        (number,) = [n for n, each in enumerate(cost.classes) if each.op.name == "dot_general"]
+        specs = CanonicalLayout(bound.layout, cost.queries)(number)
+        return cost.prices(cost.classes[number], specs.sizes, specs.specs, specs.sequence), cost.target.chip
+
+    partial, chip = price("tp:4")
+    assert [m.kind for m in partial.moves if m.array < 0] == ["reduce-scatter"]
+    alone, _ = price("dp:4")
+    assert not alone.moves
+    again = 2 * 2 * rows * columns / 4 / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+    assert partial.time_us - alone.time_us == pytest.approx(again, rel=0.02)
