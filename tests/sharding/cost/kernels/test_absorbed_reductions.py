@@ -98,6 +98,19 @@ def test_a_sum_over_a_part_of_a_dimension_is_a_kernel_of_its_own(reduce):
     assert rows == [("dot_general", 0, 1), ("reduce_sum", 1, 0)]
 
 
+def test_a_reduction_of_a_reshaped_result_that_is_stored_is_a_kernel_of_its_own():
+    def fn(x, w):
+        y = jnp.tanh((x @ w).reshape(B * S, 8, -1))
+        return y, f32(y).sum(2)
+
+    assert kernels(fn, X, W) == [("dot_general", 0, 1), ("reduce_sum", 1, 0)]
+
+
+def test_a_reduction_of_a_matrix_and_its_transpose_is_a_kernel_of_its_own():
+    w = jax.ShapeDtypeStruct((D, B * S), "bfloat16")
+    assert kernels(lambda x, w: f32((y := x @ w) + y.T).sum(1), X, w) == [("dot_general", 0, 1), ("reduce_sum", 1, 0)]
+
+
 def test_a_reduction_that_needs_another_one_first_reads_the_result():
     def variance(x, w):
         y = f32(x @ w)
@@ -187,6 +200,23 @@ def test_the_sum_of_a_softmax_is_computed_apart_in_16_bits_and_without_a_batch()
     ]  # a mere cast: the maximum is in 16 bits
 
 
+@pytest.mark.parametrize(
+    "exponentials",
+    [
+        lambda s, m, z: jnp.exp(z - m).sum(-1),  # of another array
+        lambda s, m, z: jnp.exp(s - m).sum(-2),  # over another dimension
+    ],
+)
+def test_other_sums_of_exponentials_are_computed_apart(exponentials):
+    def fn(q, k, z):
+        scores = f32(jnp.einsum("bqd,bkd->bqk", q, k)) * 0.5
+        return exponentials(scores, scores.max(-1, keepdims=True), z)
+
+    x, z = jax.ShapeDtypeStruct((B, N, D), "bfloat16"), jax.ShapeDtypeStruct((B, N, N), "float32")
+    program = build(jax.make_jaxpr(fn)(x, x, z))
+    assert "reduce_sum" in [each.op.name for each in fuse(program, fuses_operands=True).kernels.values()]
+
+
 def test_a_gradient_is_summed_over_devices_before_its_norm():
     shapes = jax.ShapeDtypeStruct((1024, 1024), "float32"), jax.ShapeDtypeStruct((4096, 1024), "float32")
 
@@ -198,14 +228,20 @@ def test_a_gradient_is_summed_over_devices_before_its_norm():
     assert [k.op.name for k in problem.cost.fusion.kernels.values() if k.absorbed >= 0] == []
 
 
-def test_reductions_of_a_partial_result_read_it_from_memory():
+@pytest.mark.parametrize("stored", [False, True])
+def test_reductions_of_a_partial_result_read_it_from_memory(stored):
     """A sum over devices comes between the product and the reductions of its result."""
-    rows, columns = 1 << 14, 1 << 13
+
+    def fn(x, w):
+        y = x @ w
+        return (y if stored else ()), f32(y).sum(1)
+
+    rows, inner, columns = 1 << 14, 1 << 16, 1 << 13
 
     def price(spec):
-        shapes = jax.ShapeDtypeStruct((rows, 8192), "bfloat16"), jax.ShapeDtypeStruct((8192, columns), "bfloat16")
+        shapes = jax.ShapeDtypeStruct((rows, inner), "bfloat16"), jax.ShapeDtypeStruct((inner, columns), "bfloat16")
         fixed = {"x": P(None, "tp"), "w": P("tp", None)} if spec == "tp:4" else {}
-        made = plan(lambda x, w: f32(x @ w).sum(1), *shapes, target="v5e:2x2", plan=spec, fixed=fixed)
+        made = plan(fn, *shapes, target="v5e:2x2", plan=spec, fixed=fixed)
         bound = bound_or_error(made.bound)
         cost = bound.problem.cost
         (number,) = [n for n, each in enumerate(cost.classes) if each.op.name == "dot_general"]
@@ -216,5 +252,5 @@ def test_reductions_of_a_partial_result_read_it_from_memory():
     assert [m.kind for m in partial.moves if m.array < 0] == ["reduce-scatter"]
     alone, _ = price("dp:4")
     assert not alone.moves
-    again = 2 * 2 * rows * columns / 4 / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+    again = (1 if stored else 2) * 2 * rows * columns / 4 / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
     assert partial.time_us - alone.time_us == pytest.approx(again, rel=0.02)
