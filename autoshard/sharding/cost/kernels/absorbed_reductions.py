@@ -17,9 +17,14 @@ The softmax of scores in float32 is an exception, if the product has dimensions 
 keeps whole rows of up to `SOFTMAX_ROW` elements on the chip: it computes the maximum, the exponentials and their sum,
 and writes the exponentials in place of the scores. For longer rows it computes neither.
 
-Compiled for v4, v5e, v5p, v6e and tpu7x (libtpu 0.0.42.1): `benchmarks/absorbed_reductions.py`. Otherwise the length of
-the rows, the dimension that is reduced, and dimensions of a batch make no difference. On other platforms products
-absorb nothing.
+Compiled for v5e, v5p and v6e (libtpu 0.0.42.1, `benchmarks/absorbed_reductions.py`), kernels move as many bytes as
+estimated in all cases without attention but one: a product whose columns are summed in groups is stored in float32. The
+time of attention is 0.86 to 1.06 times the referee's, but 0.58 times without a gradient on v6e, where the exponentials
+are computed apart. Otherwise the length of the rows, the dimension that is reduced, and dimensions of a batch make no
+difference. On other platforms products absorb nothing.
+
+Not modelled: with one row of the batch on each device, XLA stores the scores in 16 bits and reads them once for the
+sum; and a row's maximum takes a product's kernel up to 0.3 ms for 2**26 elements on v5e.
 """
 
 from __future__ import annotations
