@@ -42,6 +42,10 @@ ON_CHIP_SHARE = 0.5
 # Source: chosen; a layer's products are closer, and its two passes are further apart.
 PASS_OPS = 64
 
+# Most elements of a row of scores whose softmax XLA:TPU computes in the kernel of their product. Source: compiled for
+# v5e (libtpu 0.0.42.1, `benchmarks/absorbed_reductions.py`), rows of 4096 are computed there; those of 8192 are not.
+SOFTMAX_ROW = 4096
+
 # Elementwise operators whose result XLA:GPU writes if both passes need it, rather than compute it twice. Source: a
 # product, an activation and a product with their gradients, compiled for h100 (jaxlib 0.10.2). The results of these
 # were written, for gelu in both forms. Those of logistic, exp, log1p and sqrt were computed again.

@@ -23,7 +23,8 @@ from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.axes.stored_values import may_be_stored, sources_of
 from autoshard.sharding.axes.weights.joined_gradients import joined_gradients
 from autoshard.sharding.axes.weights.joined_sums import joined_sums
-from autoshard.sharding.cost.fusion import Fusion, Kernel
+from autoshard.sharding.cost.fusion import Fusion
+from autoshard.sharding.cost.kernels.kernel import Kernel
 from autoshard.sharding.layout.operator_sharding import transfer_bytes
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.operator_kinds import is_decision_point
@@ -129,11 +130,14 @@ class Facts:
         memory: what its kernel reads and writes: the value, its bytes before sharding, and its shares in
             `Fusion.narrow` and `Fusion.on_chip`. Values in host memory count as 0 bytes.
         rounded: the positions of its operands that are in `Fusion.rounded`.
+        absorbed: if its kernel computes reductions of its result (`Kernel.absorbed`): the bytes of the result, how
+            often it is written or read if the reductions are kernels of their own, and its share in `Fusion.on_chip`.
     """
 
     transfer_bytes: list[float]
     memory: list[tuple[int, float, float, float]]
     rounded: tuple[int, ...]
+    absorbed: tuple[float, int, float] | None
 
 
 @shown
@@ -173,7 +177,11 @@ class OperatorClass:
                 for v in ((*kernel.reads, *kernel.writes) if kernel else ())
             ]  # fmt: skip
             rounded = tuple([i for i, v in enumerate(self.op.operands) if v in fusion.rounded])
-            self._facts = Facts(transfer_bytes(axes, roles, self.op), memory, rounded)
+            absorbed = None
+            if kernel is not None and (v := kernel.absorbed) >= 0:
+                times = 1 if v in fusion.written else 2
+                absorbed = nbytes(avals[v]) * fusion.narrow.get(v, 1.0), times, fusion.on_chip.get(v, 0.0)
+            self._facts = Facts(transfer_bytes(axes, roles, self.op), memory, rounded, absorbed)
         return self._facts
 
     @property

@@ -18,6 +18,9 @@ the result of the contraction is written. There is one exception: a chain that c
 masks and what is broadcast from little data, writes its last value. An example is scores in float32 with a mask or a
 bias. On other platforms contractions read their operands from memory.
 
+A contraction's kernel also computes reductions of what it writes, such as the maximum of scores
+(`kernels/absorbed_reductions.py`).
+
 Elementwise kernels of one block are one kernel if they read the same value of their own shape, such as the moments and
 the parameter of an optimizer's update. A value with several users is written if its sources have at least twice its
 bytes (a residual stream), unless a function of it alone, such as its `relu`, is written for products. A value that is
@@ -37,7 +40,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +53,9 @@ from autoshard.sharding.cost.constants import (
     SLOW_OPS,
     WRITTEN_SOURCES,
 )
+from autoshard.sharding.cost.kernels.absorbed_reductions import ABSORBING, ReductionFinder
+from autoshard.sharding.cost.kernels.kernel import Kernel
+from autoshard.sharding.cost.kernels.sources import Sources
 from autoshard.sharding.cost.on_chip import Life, on_chip_shares
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
@@ -65,22 +71,6 @@ _WHOLE = (
     "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "cholesky", "triangular_solve", "lu", "qr", "eigh",
     "svd", "pallas_call", "custom_call", "ffi_call", "rng_bit_generator", "select_and_scatter_add",
 )  # fmt: skip
-
-
-@shown
-@dataclass(eq=False)
-class Kernel:
-    """One kernel.
-
-    Attributes:
-        op: the operator that names it; of a kernel of elementwise operators, the first.
-        reads: the values that it reads.
-        writes: the values that it writes.
-    """
-
-    op: Op
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
 
 
 def is_kernel(op: Op) -> bool:
@@ -121,7 +111,13 @@ def reads_memory(user: Op) -> bool:
     return bool(user.blocks) or reads or is_declared(user) or is_host_transfer(user)
 
 
-def fuse(program: Program, fuses_operands: bool, on_gpu: bool = False, views: frozenset[int] = frozenset()) -> Fusion:
+def fuse(
+    program: Program,
+    fuses_operands: bool,
+    on_gpu: bool = False,
+    views: frozenset[int] = frozenset(),
+    sums: frozenset[int] = frozenset(),
+) -> Fusion:
     """Group the operators of a program into kernels.
 
     Args:
@@ -130,25 +126,32 @@ def fuse(program: Program, fuses_operands: bool, on_gpu: bool = False, views: fr
         on_gpu: whether the results of `SLOW_OPS` that both passes need are written, and values that one kernel needs
             several times are not.
         views: values that are another value under another shape (`reused_buffers.views`). They are not written.
+        sums: sums over the batch (`Roles.gradients`). They are summed over devices before anything else is computed, so
+            that their products absorb no reductions.
     """
-    finder = _Finder(program, fuses_operands, on_gpu, views)
+    finder = _Finder(program, fuses_operands, on_gpu, views, sums)
     return Fusion(finder.kernels, frozenset(finder.memory), finder.narrow, finder.on_chip)
 
 
 class _Finder:
-    def __init__(self, program: Program, fuses_operands: bool, on_gpu: bool, views: frozenset[int]):
-        self.program, self.fuses_operands, self.on_gpu, self.views = program, fuses_operands, on_gpu, views
+    def __init__(
+        self, program: Program, fuses_operands: bool, on_gpu: bool, views: frozenset[int], sums: frozenset[int]
+    ):
+        self.program, self.fuses_operands, self.on_gpu = program, fuses_operands, on_gpu
+        self.views, self.sums = views, sums
         self.kernels: dict[int, Kernel] = {}
         self.narrow: dict[int, float] = {}
         self.on_chip: dict[int, float] = {}
         self.chain_ends: dict[int, Op] = {}  # id of a contraction -> the last operator of the chain that it computes
         self.chain_end_ids: set[int] = set()  # ids of the operators in `chain_ends`
+        # `id` of a product -> its stored result, and the reductions of it that its kernel computes.
+        self.absorbed: dict[int, tuple[int, list[Op]]] = {}
         self.maker: dict[int, Op] = {}  # value -> the operator that makes it
         self.memory: set[int] = set()  # values that are stored in memory
         self.when: dict[int, int] = {}  # id of an operator of the block in work -> its place
         self.kernel_ids: set[int] = set()  # ids of the operators that are kernels, of all blocks so far
         self.shared: list[Op] = []  # operators of the block whose results are written because several others take them
-        self.known_sources: dict[int, frozenset[int]] = {}  # value -> the values in memory that it is computed from
+        self.sources = Sources(self.memory, self.maker)
         self.visit(program.block)
 
     def visit(self, block: Block) -> None:
@@ -173,19 +176,20 @@ class _Finder:
             for op in ops:
                 if op.name in SLOW_OPS and (places := self.kernels_of(op, users)):
                     self.memory.update(op.results if max(places) - min(places) > PASS_OPS else ())
-            self.known_sources.clear()
+            self.sources.clear()
         self.shared.clear()
         loops = dict(zip(map(id, ops), itertools.accumulate(bool(op.blocks) for op in ops), strict=True))
         for op in ops:
             if op.name in CONTRACTIONS and outputs.isdisjoint(op.results):
                 self.find_chain_end(op, users, loops)
-        self.known_sources.clear()
+        self.sources.clear()
+        absorbed = self.absorb_reductions(ops, users, loops, outputs) if self.fuses_operands else set[int]()
         stores: list[Op] = []
         for op in ops:
             for inner in op.blocks:
                 self.visit(inner)
             if id(op) in self.kernel_ids:
-                if op.name not in AROUND_LOOPS:  # these are no kernels
+                if op.name not in AROUND_LOOPS and id(op) not in absorbed:  # these are no kernels
                     self.kernels[id(op)] = self.make_kernel(op)
             elif op.rule is not None and op.name not in _SLICES and id(op) not in self.chain_end_ids:
                 stores += [op] if any(v in self.memory for v in op.results) else []
@@ -329,6 +333,23 @@ class _Finder:
             if narrow < 1 or (computes and widens):
                 self.narrow[first] = narrow
 
+    def absorb_reductions(
+        self, ops: Sequence[Op], users: Mapping[int, Sequence[Op]], loops: Mapping[int, int], outputs: set[int]
+    ) -> set[int]:
+        """Find the reductions that the kernels of products compute, and return their `id`s."""
+        ends = (
+            (op, self.chain_ends.get(id(op), op).results[0])
+            for op in ops
+            if op.name in ABSORBING and op.results[0] not in self.sums
+        )
+        products = {v: op for op, v in ends if v in self.memory}
+        finder = ReductionFinder(self.program.avals, ops, users, self.kernel_ids, self.sources)
+        found = finder(products, loops, outputs)
+        self.absorbed |= {id(products[v]): (v, reductions) for v, reductions in found.reductions.items()}
+        self.memory -= found.unstored
+        self.sources.clear()
+        return {id(op) for reductions in found.reductions.values() for op in reductions}
+
     def make_kernel(self, op: Op) -> Kernel:
         operands, writes = op.operands, op.results
         if op.name in _IN_PLACE:
@@ -341,43 +362,12 @@ class _Finder:
                 writes = (*writes, *op.results)
         elif last := self.chain_ends.get(id(op)):
             operands, writes = (*operands, *last.operands), last.results
-        return Kernel(op, self.sources(operands), tuple(v for v in writes if v >= 0))
-
-    def sources(self, values: Iterable[int]) -> tuple[int, ...]:
-        """Return the values in memory from which these values are computed."""
-        found: set[int] = set()
-        for v in values:
-            found |= self.source(v)
-        return tuple(sorted(found))
-
-    def source(self, value: int) -> frozenset[int]:
-        memory, maker, known = self.memory, self.maker, self.known_sources
-        if value < 0:
-            return frozenset()
-        if value in memory or value not in maker:
-            return frozenset({value})
-        stack = [value]
-        while stack:  # not recursive, because chains can be long
-            v = stack[-1]
-            if v in known:
-                stack.pop()
-                continue
-            own: set[int] = set()
-            unknown: list[int] = []
-            for u in maker[v].operands:
-                if u in memory or u not in maker:
-                    own.add(u)
-                elif (found := known.get(u)) is not None:
-                    own |= found
-                else:
-                    unknown.append(u)
-            if unknown:
-                stack.extend(unknown)
-                continue
-            stack.pop()
-            own.discard(-1)  # the number of literals
-            known[v] = frozenset(own)
-        return known[value]
+        if id(op) not in self.absorbed:
+            return Kernel(op, self.sources(operands), tuple(v for v in writes if v >= 0))
+        value, reductions = self.absorbed[id(op)]
+        reads = self.sources((*operands, *(each.operands[0] for each in reductions)))
+        writes = (*(v for v in writes if v in self.memory), *(each.results[0] for each in reductions))
+        return Kernel(op, tuple(v for v in reads if v not in writes), writes, value)
 
     def merged(self, stores: list[Op]) -> list[list[Op]]:
         """Group elementwise operators that store results of the same shape and read the same value of that shape."""

@@ -15,10 +15,8 @@ from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.axes.roles import is_of_one_row
-from autoshard.sharding.cost.fusion import fuse
-from autoshard.sharding.cost.gathers.rounded_operands import rounded_operands
 from autoshard.sharding.cost.peak_memory import MemoryModel
-from autoshard.sharding.cost.reused_buffers import views
+from autoshard.sharding.cost.program_kernels import program_kernels
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout import plan_request
 from autoshard.sharding.layout.divisibility import Undivided, multiple, undivided
@@ -111,8 +109,7 @@ class PlanningProblem:
     def models(self) -> tuple[CostModel, MemoryModel]:
         """The models that price layouts of the program: time and memory."""
         target, donated = self.machine.target, {self.program.inputs[i] for i in self.traced.donated}
-        fusion = fuse(self.program, target.platform == "tpu", target.platform == "cuda", views(self.axes))
-        fusion = replace(fusion, rounded=rounded_operands(self.axes, self.roles, target.platform))
+        fusion = program_kernels(self.axes, self.roles, target.platform)
         cost = CostModel(self.axes, self.roles, target, fusion, self.state, gather=self.gather,
                          synchronous=self.overlap.synchronous if self.overlap else None)  # fmt: skip
         looped = {v for op in self.program.block.ops if op.name == "scan" for v in op.results}

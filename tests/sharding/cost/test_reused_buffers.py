@@ -6,9 +6,8 @@ import optax
 import pytest
 
 from autoshard import plan
-from autoshard.sharding.cost import peak_memory
+from autoshard.sharding.cost import peak_memory, program_kernels
 from autoshard.sharding.cost.reused_buffers import scattered_into_sums
-from autoshard.sharding.planner import problem
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
 ROWS, VOCAB, WIDTH = 4096, 8192, 64
@@ -123,7 +122,7 @@ def test_moved_stages_of_a_pipeline_are_no_copies(monkeypatch):
         return plan(step, *shapes, plan="pp:4", microbatches=4, target="v5e:2x2", donate_argnums=0).estimate
 
     shared = estimate()
-    monkeypatch.setattr(problem, "views", lambda axes: frozenset())
+    monkeypatch.setattr(program_kernels, "views", lambda axes: frozenset())
     copied = estimate()
     assert copied.compute_us > 1.1 * shared.compute_us
     assert copied.memory_bytes["temporary"] - shared.memory_bytes["temporary"] >= 2 * 2 * 4096 * 4096
@@ -149,5 +148,5 @@ def test_layers_are_grouped_without_a_copy(monkeypatch):
         return planned.estimate.memory_bytes["temporary"]
 
     shared = temporary_bytes()
-    monkeypatch.setattr(problem, "views", lambda axes: frozenset())
+    monkeypatch.setattr(program_kernels, "views", lambda axes: frozenset())
     assert temporary_bytes() - shared > 0.9 * 16 * 1024**2 * 4 / 8

@@ -130,6 +130,8 @@ class OperatorPrices:
             time = max(time, known.busy_s / shards * 1e6)
         if known.fourier_us:
             time += known.fourier_us / math.prod([mesh[a] for a, f in strategy.factors.items() if f is not None])
+        if facts.absorbed:
+            time += self._reductions_apart_us(facts.absorbed, moves, strategy.spec(rule.results[0]), mesh)
         copied = self._masked_copies(op, known.masked, strategy, mesh)
         time += self._masked_rows_us(op, facts, moves)
         time += 2 * copied / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6  # written and read
@@ -200,6 +202,21 @@ class OperatorPrices:
         looked_up = max((m.local_bytes for m in moves if m.array < 0 and m.kind in _REDUCTIONS), default=0.0)
         on_chip = max((share for v, _, _, share in facts.memory if v == op.results[0]), default=0.0)
         return self._transfer_us([(looked_up, on_chip)] * 2)
+
+    def _reductions_apart_us(
+        self, absorbed: tuple[float, int, float], moves: Sequence[Move], spec: Spec, mesh: Mapping[str, int]
+    ) -> float:
+        """Return the microseconds in which the reductions that a product absorbs take its result from memory.
+
+        That is 0 if each device computes its result by itself. If the result is partial, its sum over the devices comes
+        before the reductions, which are then kernels of their own.
+        """
+        size, times, on_chip = absorbed
+        sums = [m for m in moves if m.array < 0 and m.kind in _REDUCTIONS]
+        if not sums:
+            return 0.0
+        scattered = [mesh[axis] for m in sums if m.kind == "reduce-scatter" for axis in m.axes]
+        return self._transfer_us([(size / shard_count(spec, mesh) / math.prod(scattered), on_chip)] * times)
 
     def _opaque_memory(self, op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> OpaqueMemory | None:
         """Return the memory of a declared operator on one shard."""
