@@ -27,8 +27,9 @@ def candidate(time: float, peak: float, limit: float) -> Any:
 def test_a_slightly_slower_plan_with_memory_to_spare_is_chosen(limit, chosen, monkeypatch):
     """The plan of 90 bytes is 3 % faster. It almost fills 92 bytes of memory."""
     monkeypatch.setattr(layout_search, "best_assigned", lambda candidate, cost: candidate)
+    no_cost: Any = None
     every = [candidate(100.0, 90.0, limit), candidate(103.0, 50.0, limit)]
-    best, listed = layout_search._best_fitting(every, every, [], Any, limit)
+    best, listed = layout_search._best_fitting(every, every, [], no_cost, limit)
     assert best is every[chosen]
     assert listed == every, "they are listed by their estimated times"
 

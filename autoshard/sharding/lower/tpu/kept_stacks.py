@@ -12,7 +12,6 @@ Compiled for v6e:2x4 up to the assignment of buffers (libtpu 0.0.42.1), Llama-3 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from autoshard.spmdrules.core.placement import to_partition_spec
 from autoshard.spmdrules.ir.program import Op
 
 
-def pinned_slices(layout: Layout, mesh: Any, op: Op, count: int, slices: Sequence[Any]) -> Sequence[Any]:
+def pinned_slices(layout: Layout, mesh: Any, op: Op, count: int, slices: list[Any]) -> list[Any]:
     """Return the slices that one iteration of a scan takes, with the order of their dimensions.
 
     Only slices of stacks that wait on the device are changed, if others of the same scan wait on the host. Parameters
