@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> None:
     table = Table("scan", "estimate ms", "compute ms", "step ms", "estimate / step")
     for number, case in enumerate(CASES):
         made = planned(*case, target)
-        row = known["rows"][number] if known else {"case": list(case)} | compiled(made, target)
+        row: dict[str, Any] = known["rows"][number] if known else {"case": list(case)} | compiled(made, target)
         row["estimate_ms"] = made.estimate.step_time_us / 1e3
         rows.append(row)
         passes, dtype, axis, length = case
