@@ -122,7 +122,7 @@ def own_plan(settings: Settings) -> tuple[Side, Any]:
 def _best_plan(settings: Settings, option_sets: Sequence[str] = ()) -> tuple[Side, Any]:
     """Search for our best plan over all variants that keep the values, with values on the host where that pays."""
     work, target = settings.work, settings.recipe.machine
-    options = {"compiler_options": list(option_sets)} if option_sets else {}
+    options: dict[str, Any] = {"compiler_options": list(option_sets)} if option_sets else {}
     with unless_impossible() as outcome:
         search = workload_search(work, {"target": target}, optimizer=settings.optimizer)
         step = workload_variants(work, settings.optimizer)

@@ -36,6 +36,7 @@ class AxisUses:
         indexed: axes of the rows of a table that a gather or scatter indexes.
         windows: axes of the windows of convolution kernels, which are never sharded.
         attended: axes that a contraction of two activations has on both sides: positions of queries and of keys.
+        taken: axis -> the positions that slices take from it one by one.
     """
 
     weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
@@ -50,11 +51,16 @@ class AxisUses:
     indexed: set[int] = field(default_factory=set)
     windows: set[int] = field(default_factory=set)
     attended: set[int] = field(default_factory=set)
+    taken: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
 
     @property
     def hidden(self) -> set[int]:
         """Axes that one weight produces and another weight contracts, such as those of hidden features."""
         return {c for c in self.produced if any(a != b for a in self.produced[c] for b in self.contracted.get(c, ()))}
+
+    def is_taken_apart(self, axis: int, size: int) -> bool:
+        """Whether slices take every position of an axis by itself, such as the coordinates x, y and z of a point."""
+        return len(self.taken.get(axis, ())) == size
 
     def discard(self, axis: int) -> None:
         """Forget an axis, such as that of a pipeline's stages, which only its own kind of parallelism shards."""
@@ -114,6 +120,8 @@ class _UseCollector:
 
     def record(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
         """Records the uses of axes by one operator."""
+        if op.name in ("slice", "split", "unstack"):
+            self.record_slices(op)
         if op.name in ("gather", "scatter-add"):
             self.uses.indexed |= self.of_kind("index", rule, factors) & self.in_parameters
         if op.name in ("reduce_sum", "reduce_max", *POSITIONS) and self.has_batch(op.results[0]):
@@ -125,6 +133,19 @@ class _UseCollector:
         if is_operator(op.eqn.primitive):
             self.record_operator(op, rule, factors)
             self.record_opaque_attention(op, rule, factors)
+
+    def record_slices(self, op: Op) -> None:
+        """Records the positions that an operator takes apart."""
+        params, dims, shape = op.eqn.params, self.axes.of_value[op.operands[0]], op.eqn.invars[0].aval.shape
+        if op.name == "slice":
+            for dim, size, start, end in zip(
+                dims, shape, params["start_indices"], params["limit_indices"], strict=True
+            ):
+                if end - start == 1 < size and len(dim) == 1:
+                    self.uses.taken[dim[0]].add(start)
+        elif op.name == "unstack" or set(params["sizes"]) == {1}:
+            for c in dims[params["axis"]]:
+                self.uses.taken[c].update(range(self.axes.sizes[c]))
 
     def of_layer(self, op: Op, dims: Dims, factors: Mapping[str, Sequence[int]]) -> Dims:
         """The dimensions that an operand has in one layer, on one stage of a pipeline: not those that count these."""

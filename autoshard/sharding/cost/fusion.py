@@ -28,7 +28,8 @@ broadcast from little data (a mask) is computed again in every kernel, and on TP
 a loop is written. On GPUs the result of a slow function that both passes need, such as the `tanh` of a gelu, is written
 (`SLOW_OPS`), and a value that one kernel needs several times is not. A slice is read without the rest of its operand.
 An update in place costs the bytes of the update. A scatter into zeros writes all of its result first. Moves to host
-memory and back write their results.
+memory and back write their results. On TPU two more operators are kernels of their own (`is_strided_move`), such as
+those of `lax.associative_scan`.
 
 A value that is read soon, in the same run of its block, can stay in on-chip memory. Each such value gets a share of
 that memory: its fraction of the bytes of all such values that are live with it and not larger (`on_chip`). It stays
@@ -47,7 +48,6 @@ from typing import Any
 from autoshard._shown import shown
 from autoshard.sharding.cost.constants import (
     BROADCAST_GROWTH,
-    ON_CHIP_OPS,
     PASS_OPS,
     PRODUCT_OPERAND_BYTES,
     SLOW_OPS,
@@ -56,10 +56,17 @@ from autoshard.sharding.cost.constants import (
 from autoshard.sharding.cost.kernels.absorbed_reductions import ABSORBING, ReductionFinder
 from autoshard.sharding.cost.kernels.kernel import Kernel
 from autoshard.sharding.cost.kernels.sources import Sources
-from autoshard.sharding.cost.on_chip import Life, on_chip_shares
+from autoshard.sharding.cost.on_chip import on_chip_shares, short_lives
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS, CONVOLUTION, decodes, is_decision_point, is_declared
+from autoshard.sharding.program.operator_kinds import (
+    CONTRACTIONS,
+    CONVOLUTION,
+    decodes,
+    is_decision_point,
+    is_declared,
+    is_strided_move,
+)
 from autoshard.spmdrules.families.stages import layer_p, read_p, write_p
 from autoshard.spmdrules.families.weight_gathers import AROUND_LOOPS
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined, users_of
@@ -139,6 +146,7 @@ class _Finder:
     ):
         self.program, self.fuses_operands, self.on_gpu = program, fuses_operands, on_gpu
         self.views, self.sums = views, sums
+        self.is_strided_move = is_strided_move if fuses_operands else lambda _: False
         self.kernels: dict[int, Kernel] = {}
         self.narrow: dict[int, float] = {}
         self.on_chip: dict[int, float] = {}
@@ -163,7 +171,7 @@ class _Finder:
         self.memory.update(v for v in block.inputs if v not in self.maker)
         outputs = set(block.outputs)
         self.when = {id(op): number for number, op in enumerate(ops)}
-        self.kernel_ids.update(id(op) for op in ops if is_kernel(op))
+        self.kernel_ids.update(id(op) for op in ops if is_kernel(op) or self.is_strided_move(op))
         for op in ops:
             if op.blocks or id(op) in self.kernel_ids or op.name in _SLICES or not outputs.isdisjoint(op.results):
                 self.memory.update(op.results)
@@ -193,26 +201,13 @@ class _Finder:
                     self.kernels[id(op)] = self.make_kernel(op)
             elif op.rule is not None and op.name not in _SLICES and id(op) not in self.chain_end_ids:
                 stores += [op] if any(v in self.memory for v in op.results) else []
-        self.note_on_chip(ops, users, outputs)
+        stored = {v for op in ops for v in op.results}.intersection(self.memory) - outputs
+        sizes = {v: nbytes(self.program.avals[v]) * self.narrow.get(v, 1.0) for v in stored}
+        self.on_chip |= on_chip_shares(short_lives(ops, users, sizes), len(ops))
         for group in self.merged(stores):
             writes = tuple(v for op in group for v in op.results)
             reads = self.sources(v for op in group for v in op.operands)
             self.kernels[id(group[0])] = Kernel(group[0], tuple(v for v in reads if v not in writes), writes)
-
-    def note_on_chip(self, ops: Sequence[Op], users: Mapping[int, Sequence[Op]], outputs: set[int]) -> None:
-        """Set `on_chip` for the values of a block."""
-        when = {id(op): number for number, op in enumerate(ops)}
-        lives: dict[int, Life] = {}
-        transferred = {v for op in ops if is_host_transfer(op) for v in (*op.operands, *op.results)}
-        for op in ops:
-            for v in (set(op.results) & self.memory) - outputs - transferred:
-                if not getattr(self.program.avals[v], "shape", ()):
-                    continue
-                taken, first = users.get(v, ()), when[id(op)]
-                last = max([first, *(when[id(u)] for u in taken)])
-                if last - first <= ON_CHIP_OPS and not any(u.blocks for u in taken):
-                    lives[v] = Life(first, last, nbytes(self.program.avals[v]) * self.narrow.get(v, 1.0))
-        self.on_chip |= on_chip_shares(lives, len(ops))
 
     def note_written(self, op: Op, users: Mapping[int, Sequence[Op]]) -> None:
         """Decide whether the result of an elementwise operator is written for its users."""
@@ -221,7 +216,7 @@ class _Finder:
         taken = [u for v in op.results for u in users.get(v, ())]
         products = sum(u.name in CONTRACTIONS for u in taken)
         convolutions = sum(u.name == CONVOLUTION for u in taken)
-        reads = any(map(reads_memory, taken))
+        reads = any(reads_memory(u) or self.is_strided_move(u) for u in taken)
         if reads or (products and not self.fuses_operands):
             if not self.is_broadcast(op) or (self.is_mask(op) and any(u.blocks for u in taken)):
                 self.memory.update(op.results)
@@ -353,8 +348,8 @@ class _Finder:
     def make_kernel(self, op: Op) -> Kernel:
         operands, writes = op.operands, op.results
         if op.name in _IN_PLACE:
-            operands, writes = op.operands[1:2], op.operands[1:2]
-        elif op.name in ("gather", read_p.name):
+            operands = writes = op.operands[1:2]
+        elif op.name in ("gather", read_p.name, "slice"):
             operands = (*op.operands[1:], *op.results)  # it reads as many rows as it returns
         elif op.name.startswith("scatter"):
             operands, writes = (*op.operands[1:], op.operands[2]), (op.operands[2],)

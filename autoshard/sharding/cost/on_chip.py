@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from autoshard._shown import shown
+from autoshard.sharding.cost.constants import ON_CHIP_OPS
+from autoshard.sharding.program.host_memory import is_host_transfer
+from autoshard.spmdrules.ir.program import Op
 
 
 @shown
@@ -24,6 +27,31 @@ class Life(NamedTuple):
     first: int
     last: int
     size: float
+
+
+def short_lives(ops: Sequence[Op], users: Mapping[int, Sequence[Op]], sizes: Mapping[int, float]) -> dict[int, Life]:
+    """Return the lives of the arrays of a block that may stay in on-chip memory.
+
+    They are read within `ON_CHIP_OPS` operators, and not in an inner block. Scalars, and what is moved to host memory
+    or back, are left out.
+
+    Args:
+        ops: the operators of the block.
+        users: value -> the operators that take it.
+        sizes: value -> its bytes, for values that are written and that the block does not return.
+    """
+    when = {id(op): number for number, op in enumerate(ops)}
+    transferred = {v for op in ops if is_host_transfer(op) for v in (*op.operands, *op.results)}
+    lives: dict[int, Life] = {}
+    for op in ops:
+        for v, var in zip(op.results, op.eqn.outvars, strict=True):
+            if v not in sizes or v in transferred or not getattr(var.aval, "shape", ()):
+                continue
+            taken, first = users.get(v, ()), when[id(op)]
+            last = max([first, *(when[id(u)] for u in taken)])
+            if last - first <= ON_CHIP_OPS and not any(u.blocks for u in taken):
+                lives[v] = Life(first, last, sizes[v])
+    return lives
 
 
 def on_chip_shares(lives: Mapping[int, Life], operators: int) -> dict[int, float]:

@@ -1,1 +1,1 @@
-"""Moves collectives out of loops that use the same weights in every iteration, such as loops over time."""
+"""Changes the traced step so that it needs fewer collectives: those of loops over time, and of equal slices."""

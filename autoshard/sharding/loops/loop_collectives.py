@@ -36,7 +36,7 @@ from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits, rewritten
 from autoshard.spmdrules.families.weight_gathers import OUTSIDE_LOOPS, gather_before_loop, reduce_after_loop
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined, users_of
 
-_FRAMES = ("scan", "remat2")  # operators in whose bodies the program can be changed
+FRAMES = ("scan", "remat2")  # operators in whose bodies the program can be changed
 
 
 def with_loop_collectives(traced: Traced, memory_bytes: float) -> Traced:
@@ -51,12 +51,13 @@ def with_loop_collectives(traced: Traced, memory_bytes: float) -> Traced:
     if traced.stages > 1 or not _may_change(traced.program):
         return traced
     with _compat.auto_axes():
-        inlined_step = _with_program(traced, rewritten(traced.closed))
+        inlined_step = with_program(traced, rewritten(traced.closed))
         edits = _edits(inlined_step, analyse(inlined_step), memory_bytes)
-        return traced if edits is None else _with_program(traced, rewritten(inlined_step.closed, edits))
+        return traced if edits is None else with_program(traced, rewritten(inlined_step.closed, edits))
 
 
-def _with_program(traced: Traced, closed: Any) -> Traced:
+def with_program(traced: Traced, closed: Any) -> Traced:
+    """Return a traced step with another program."""
     jaxpr = _compat.open_jaxpr(closed)
     in_avals, out_avals = [v.aval for v in jaxpr.invars], [v.aval for v in jaxpr.outvars]
     return replace(traced, closed=closed, in_avals=in_avals, out_avals=out_avals)
@@ -117,7 +118,7 @@ def _loops(block: Block, path: tuple[int, ...] = ()) -> Iterator[_Loop]:
     positions = {id(eqn): n for n, eqn in enumerate(_compat.open_jaxpr(block.jaxpr).eqns)}
     for op in block.ops:
         position = positions.get(id(op.eqn))
-        if position is None or op.name not in _FRAMES:
+        if position is None or op.name not in FRAMES:
             continue
         if _is_loop(op):
             yield _Loop(op, block, path, position)

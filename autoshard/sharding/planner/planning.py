@@ -18,6 +18,7 @@ from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_c
 from autoshard.sharding.layout.plan_request import moves_keys, parse_request
 from autoshard.sharding.layout.request_scaling import scaled_pipelines
 from autoshard.sharding.loops.loop_collectives import with_loop_collectives
+from autoshard.sharding.loops.slice_gradients import with_added_slices
 from autoshard.sharding.machines.device_mesh import (
     MeshLike,
     existing_placement,
@@ -222,7 +223,7 @@ def _plan_program(
     if isinstance(plan, ShardingPlan) and plan.requested_options:
         options = plan.compiler_options.get(machine.target.platform, {})
         machine = replace(machine, target=with_options(machine.target, options))
-    traced = with_loop_collectives(traced, machine.target.chip.memory_bytes)
+    traced = with_loop_collectives(with_added_slices(traced), machine.target.chip.memory_bytes)
     problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints, gather, overlap)
     problem.target_given = target is not None
     problem.check_rules_known(strict)

@@ -27,6 +27,7 @@ NEEDS_GATHERED = ("fft", "reduce", "reduce_window")
 SORTS = ("sort", "approx_top_k")
 # Operators that unpack codes, or convert them.
 _DECODING = ("convert_element_type", "and", "shift_right_logical", "shift_right_arithmetic")
+_TILED_DIMS = 2  # number of minor dimensions that a TPU stores in tiles, as in XLA's layouts `T(8,128)`
 # Calls that only group operators. XLA inlines them, so their operators are lowered where the call is.
 INLINED_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
 
@@ -74,3 +75,16 @@ def is_unknown(op: Op) -> bool:
 def is_declared(op: Op) -> bool:
     """Whether the operator is opaque code with a declared rule, which XLA cannot partition."""
     return is_operator(op.eqn.primitive)
+
+
+def is_strided_move(op: Op) -> bool:
+    """Whether an operator takes every n-th element of a tiled dimension, or puts gaps between elements.
+
+    On TPU it is a kernel of its own, which reads from memory and writes its result. The last two dimensions
+    of an array are tiled; XLA fuses strided slices along the others. Compiled for v5e (libtpu 0.0.42), forward and
+    backward passes of `lax.associative_scan` with float32 and bfloat16 do so (`benchmarks/scans.py`).
+    """
+    params = op.eqn.params
+    if op.name == "slice":
+        return any(stride > 1 for stride in (params["strides"] or ())[-_TILED_DIMS:])
+    return op.name == "pad" and any(gap > 0 for _, _, gap in params["padding_config"])

@@ -21,10 +21,6 @@ KEPT_CANDIDATES = 40
 # left out because few plans fit. Source: chosen, not measured.
 MOST_REASSIGNED_GAIN = 0.5
 
-# A candidate with an idle mesh axis (one that shards no work) must be faster than the best without one by this factor.
-# Source: chosen, not measured.
-IDLE_SPEEDUP = 1.05
-
 # --- Ways of attention (`sequence_ways`)
 
 # Number of known plans that shard a sequence, the best for each use of the inner mesh axes, whose attention is priced
@@ -87,7 +83,7 @@ LEAST_PADDING_GAIN = 0.005
 # compiled one by at most `KIND_ERROR` in half of all pairs, and by at most `MOST_KIND_ERROR` in 9 of 10. Source:
 # `benchmarks/cost_model.py` (`pairs`). Most of its 162 pairs are plans of Llama-3 8B on an h100; the 23 pairs on TPUs,
 # recipes included, give 0.14 and 0.24. Reports, `verify="auto"` and the groups of rows that are searched
-# (`late_sums`) depend on them.
+# (`late_sums`) depend on them, and so do plans with idle devices (`layout_search`).
 KIND_ERROR, MOST_KIND_ERROR = 0.11, 0.23
 
 # In 9 of 10 cases, a compiled program takes at most this fraction more memory than estimated. Source:

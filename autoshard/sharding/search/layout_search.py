@@ -41,7 +41,7 @@ from autoshard.sharding.search.candidate import (
     estimated_us,
     price,
 )
-from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, IDLE_SPEEDUP, LEAST_GAIN_OVER_KNOWN
+from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, LEAST_GAIN_OVER_KNOWN, MOST_KIND_ERROR
 from autoshard.sharding.search.known_plans import known_plans
 from autoshard.sharding.search.local_search import hill_climb
 from autoshard.sharding.search.pipeline_floors import check_in_time
@@ -171,11 +171,15 @@ def idle_layouts(
 
 
 def _without_idle(priced: list[Candidate], limit: float) -> list[Candidate]:
-    """Drop candidates with an idle mesh axis that are not clearly faster than the best without one."""
+    """Drop candidates with an idle mesh axis, unless they are faster than the best without one by more than the error.
+
+    The estimates of the two differ by at most `MOST_KIND_ERROR` from the compiled ratio in 9 of 10 cases.
+    """
     times = [candidate_time(c) for c in priced if c.fits(limit) and not c.layout.idle_axes()]
     if not times:
         return priced
-    return [c for c in priced if not c.layout.idle_axes() or candidate_time(c) * IDLE_SPEEDUP < min(times)]
+    most_us = min(times) / (1 + MOST_KIND_ERROR)
+    return [c for c in priced if not c.layout.idle_axes() or candidate_time(c) < most_us]
 
 
 def distinct_layouts(layouts: Iterable[tuple[str, Layout]]) -> list[tuple[str, Layout]]:

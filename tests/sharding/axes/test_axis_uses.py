@@ -1,6 +1,7 @@
 """What operators say of their axes: which of their matrices count, and which stacks of matrices are experts."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 from autoshard import auto_shard, operator, plan
+from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.axes.axis_uses import _without_scales
+from autoshard.sharding.program.tracing import trace
 from autoshard.spmdrules.core.layer_stacks import taking_stacks
 
 CODES = (("e0",), ("e1",), ("f0", "f1"))
@@ -157,3 +160,31 @@ def test_stacks_that_a_loop_does_not_slice_are_those_of_experts_of_layers(layers
     np.testing.assert_array_equal(step(weights, tokens), expected)
     gathered = re.findall(r"= f32\[(\d+),4,\d+,\d+\]\S* all-gather\(", step.lower(weights, tokens).compile().as_text())
     assert gathered == ["1", "1"]
+
+
+def rays(weights, origins, directions, pick):
+    """The colors of points on rays, which are computed from their coordinates by `pick`."""
+    points = origins[:, None] + jnp.linspace(0.0, 1.0, 16)[:, None] * directions[:, None]
+    features = jnp.stack(pick(points), -1)
+    return jnp.mean(jnp.tanh(features @ weights["in"]) @ weights["out"])
+
+
+def coordinates(points):
+    return [jnp.sin(points[..., i]) for i in range(3)]
+
+
+def split_coordinates(points):
+    return [jnp.sin(each[..., 0]) for each in jnp.split(points, 3, -1)]
+
+
+def alike(points):
+    """A sum and two single positions."""
+    return [jnp.sum(points, -1), points[..., 0], points[..., 2]]
+
+
+@pytest.mark.parametrize(("pick", "is_sequence"), [(coordinates, False), (split_coordinates, False), (alike, True)])
+def test_positions_that_are_all_taken_by_themselves_are_no_sequence(pick, is_sequence):
+    weights = {"in": jax.ShapeDtypeStruct((3, 64), "float32"), "out": jax.ShapeDtypeStruct((64, 4), "float32")}
+    data = jax.ShapeDtypeStruct((4096, 3), "float32")
+    found = analyse(trace(partial(rays, pick=pick), (weights, data, data), {}))
+    assert bool(found.roles.sequence) == bool(found.roles.context) == is_sequence

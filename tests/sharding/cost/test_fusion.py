@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from autoshard.sharding.cost import fusion as fusion_module
 from autoshard.sharding.cost.constants import BROADCAST_GROWTH
@@ -101,6 +102,38 @@ def test_a_gather_reads_its_rows_and_an_update_in_place_costs_the_update():
     assert only == ("dynamic_update_slice", [(B, D)], [(B, D)])
     (sliced,) = kernel_traffic(lambda t: jnp.sum(t[:7]), table)
     assert sliced == ("reduce_sum", [(7, D)], [()])
+
+
+def test_on_tpu_a_strided_slice_of_a_tiled_dimension_reads_its_rows_and_writes_them():
+    x = jax.ShapeDtypeStruct((8, B, D), "float32")
+
+    def sliced(dim, stride):
+        def fn(x):
+            return jnp.tanh(lax.slice_in_dim(jnp.sin(x), 0, None, stride, dim)) + 1.0
+
+        return fn
+
+    half = (8, B // 2, D)
+    tiled = [("sin", [x.shape], [x.shape]), ("slice", [half], [half]), ("add", [half], [half])]
+    assert kernel_traffic(sliced(1, 2), x) == tiled
+    assert [name for name, *_ in kernel_traffic(sliced(2, 2), x)] == ["sin", "slice", "add"]
+    # XLA fuses the others with the operators that take them.
+    for dim, stride, tpu in ((1, 1, True), (0, 2, True), (1, 2, False)):
+        assert [name for name, *_ in kernel_traffic(sliced(dim, stride), x, tpu=tpu)] == ["add"]
+
+
+def test_on_tpu_a_pad_between_elements_is_a_kernel():
+    def padded(*config):
+        return lambda x: lax.pad(jnp.sin(x), 0.0, [config, (0, 0, 0)]) + 1.0
+
+    spread = (2 * B - 1, D)
+    assert kernel_traffic(padded(0, 0, 1), X) == [
+        ("sin", [(B, D)], [(B, D)]),
+        ("pad", [(B, D)], [spread]),
+        ("add", [spread], [spread]),
+    ]
+    assert [name for name, *_ in kernel_traffic(padded(1, 1, 0), X)] == ["add"]
+    assert [name for name, *_ in kernel_traffic(padded(0, 0, 1), X, tpu=False)] == ["add"]
 
 
 def test_a_scatter_into_zeros_writes_them_first():

@@ -1,6 +1,7 @@
 """The search chooses the fastest candidate that fits."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from autoshard import plan
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.search import layout_search
+from autoshard.sharding.search.constants import MOST_KIND_ERROR
 from tests.sharding.programs import mlp_loss, mlp_state
 
 
@@ -74,6 +76,19 @@ def test_a_slow_variant_that_fits_is_preferred_to_a_fast_one_that_does_not():
     assert planned.fits and not fast.fits and planned.variant == {"careful": True}
     assert planned.function == "fn"
     assert planned.estimate.step_time_us > fast.estimate.step_time_us
+
+
+@pytest.mark.parametrize(
+    ("gain", "kept"), [(0.0, False), (0.9 * MOST_KIND_ERROR, False), (1.1 * MOST_KIND_ERROR, True)]
+)
+def test_idle_devices_have_to_gain_more_than_the_error_of_the_estimate(gain, kept):
+    def candidate(step_time_us, *idle):
+        layout = SimpleNamespace(idle_axes=lambda: [*idle])
+        return SimpleNamespace(layout=layout, cost=SimpleNamespace(step_time_us=step_time_us), fits=lambda limit: True)
+
+    busy, idle = candidate(100.0), candidate(100.0 / (1 + gain), "cp")
+    found = layout_search._without_idle([busy, idle], math.inf)  # pyright: ignore[reportArgumentType]
+    assert found == [busy, idle] if kept else found == [busy]
 
 
 def test_no_mesh_axis_is_idle_without_gain():
