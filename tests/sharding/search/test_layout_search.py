@@ -84,7 +84,8 @@ def test_a_slow_variant_that_fits_is_preferred_to_a_fast_one_that_does_not():
 def test_idle_devices_have_to_gain_more_than_the_error_of_the_estimate(gain, kept):
     def candidate(step_time_us, *idle):
         layout = SimpleNamespace(idle_axes=lambda: [*idle])
-        return SimpleNamespace(layout=layout, cost=SimpleNamespace(step_time_us=step_time_us), fits=lambda limit: True)
+        cost = SimpleNamespace(step_time_us=step_time_us)
+        return SimpleNamespace(layout=layout, cost=cost, peak_bytes=1.0, limit=math.inf, fits=lambda limit: True)
 
     busy, idle = candidate(100.0), candidate(100.0 / (1 + gain), "cp")
     found = layout_search._without_idle([busy, idle], math.inf)  # pyright: ignore[reportArgumentType]
