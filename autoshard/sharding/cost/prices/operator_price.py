@@ -94,6 +94,8 @@ class OperatorPrices:
             sequence: see `Layout.sequence`.
         """
         op, chip, facts = op_class.op, self.target.chip, op_class.facts(self.axes, self.roles, self.fusion)
+        if op.results and all(0 in self.axes.program.avals[v].shape for v in op.results):
+            return Price(0.0, ())  # XLA removes it: its results are empty
         known = self._known_of(op)
         count, arrays = len(op.operands), len(op.operands) + len(op.results)
         operands, results, memory = specs[:count], specs[count:arrays], specs[arrays:]

@@ -82,3 +82,26 @@ def test_on_tpu_a_lookup_behind_tables_is_all_reduced():
     assert [m.kind for m in price.moves if m.array < 0] == ["all-reduce"]
     price, _ = lookup_price("h100:1x8", "dp:8 state", tables=(4,))
     assert [m.kind for m in price.moves if m.array < 0] == ["reduce-scatter"]
+
+
+def test_operators_with_empty_results_cost_nothing():
+    """`associative_scan` slices no positions at all where its levels become short. XLA removes such slices."""
+
+    def step(w, x):
+        def loss(w):
+            return (jax.lax.associative_scan(jnp.multiply, x @ w, axis=1) ** 2).mean()
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    args = jax.ShapeDtypeStruct((256, 256), "float32"), jax.ShapeDtypeStruct((64, 16, 256), "float32")
+    made = plan(step, *args, plan="dp:8", target="v5e:2x4")
+    assert {kind for kind, *_ in made.traffic} == {"all-reduce"}
+    bound = bound_or_error(made.bound)
+    cost = bound.problem.cost
+    canonical, avals = CanonicalLayout(bound.layout, cost.queries), bound.problem.program.avals
+    empty = [n for n, each in enumerate(cost.classes) if each.op.results and 0 in avals[each.op.results[0]].shape]
+    assert empty
+    for number in empty:
+        specs = canonical(number)
+        price = cost.prices(cost.classes[number], specs.sizes, specs.specs, specs.sequence)
+        assert price.time_us == cost.prices.least_us(cost.classes[number], 8) == 0.0 and not price.moves
