@@ -1,6 +1,7 @@
 """Compare the planner with an expert on the programs of the corpus, compiled for the same machines.
 
-    python benchmarks/bench_formulations.py [NAME ...] [--few 3] [--kinds N] [--held-out | --open] [--show]
+    python benchmarks/bench_formulations.py [NAME ...] [--few 3] [--kinds N] [--held-out | --open]
+                                             [--show | --predict]
 
 For each program of `formulations/` on each of its machines, these are compiled and judged by `estimate.py`:
 
@@ -9,7 +10,8 @@ For each program of `formulations/` on each of its machines, these are compiled 
              the kernels that the planner inserts
     plan     the planner's choice, and the fastest of each other kind that it priced
 
-With `--kinds N`, only the N kinds that the estimate finds fastest are compiled on each side.
+With `--kinds N`, only the N kinds that the estimate finds fastest are compiled on each side. `--predict` renews the
+estimates of stored rows and compiles nothing.
 
 The rows are stored in `results/formulations/NAME@TARGET.json`. A program in the compiler's cache is not compiled again.
 The figures are the compiled step over the best expert's, the error of the prediction, and the regret: the chosen plan
@@ -20,11 +22,13 @@ rematerializations, each with its cause. Idle devices are listed, too.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -85,6 +89,25 @@ def run(formulation: Formulation, target: str, few: int, kinds: int, timeout_s: 
     store.notes["audit"] = audited(made.verify(options=options, timeout_s=timeout_s))
     store.save()
     return store
+
+
+def predict(formulation: Formulation, target: str, store: Store) -> None:
+    """Renew the estimates of stored rows; those whose words are not possible any more keep theirs."""
+    styles = corpus_styles(formulation, target)
+    of_experts = {style.name: price for style, price in most_promising(formulation, target, styles, math.inf)}
+    for index, row in enumerate(store.rows):
+        if row.side == "expert":
+            price = of_experts.get(row.style)
+        else:
+            try:
+                price = _made(formulation, target, row.words).estimate
+            except AutoshardError as error:
+                print(f"{store.case}, {row.words}: {error}", file=sys.stderr)
+                continue
+        if price is not None:
+            figures = {"step": price.step_time_us / 1e6, "memory_bytes": price.peak_memory_bytes}
+            store.rows[index] = replace(row, predicted={**row.predicted, **figures})
+    store.save()
 
 
 def audited(audit: Audit) -> dict[str, Any]:
@@ -158,7 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     half = parser.add_mutually_exclusive_group()
     half.add_argument("--held-out", action="store_true", help="only programs that were not used to develop the planner")
     half.add_argument("--open", action="store_true", help="only programs that were used to develop the planner")
-    parser.add_argument("--show", action="store_true", help="print the stored rows only")
+    stored = parser.add_mutually_exclusive_group()
+    stored.add_argument("--show", action="store_true", help="print the stored rows only")
+    stored.add_argument("--predict", action="store_true", help="renew the estimates of stored rows, compile nothing")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.names if name not in CORPUS]:
         parser.error(f"unknown program {unknown[0]!r}; choose from {', '.join(CORPUS)}")
@@ -170,9 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         and not (given.held_out and not CORPUS[name].held_out)
         and not (given.open and CORPUS[name].held_out)
     ]
-    if not given.show:
-        for formulation, target in wanted:
+    for formulation, target in wanted if not given.show else ():
+        if not given.predict:
             run(formulation, target, given.few, given.kinds, given.timeout)
+        elif (store := store_of(formulation, target)).path.exists():
+            predict(formulation, target, store)
     stores = [store_of(formulation, target) for formulation, target in wanted]
     show([store for store in stores if store.path.exists()])
     return 0

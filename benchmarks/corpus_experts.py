@@ -95,13 +95,22 @@ def corpus_step(formulation: Formulation, target: str | None, style: Style, mach
     return Expert(run, [leaf for _, leaf in leaves], shardings, results, tuple(range(count)), sizes)
 
 
-def most_promising(formulation: Formulation, target: str, styles: Sequence[Style]) -> list[tuple[Style, StrategyPrice]]:
-    """Return the styles whose estimated memory fits, each with the planner's estimate, the fastest first."""
+def most_promising(
+    formulation: Formulation, target: str, styles: Sequence[Style], most_over: float = MOST_OVER
+) -> list[tuple[Style, StrategyPrice]]:
+    """Return the styles whose estimated memory fits, each with the planner's estimate, the fastest first.
+
+    Args:
+        formulation: the program.
+        target: the machine.
+        styles: the styles.
+        most_over: a style fits if its estimated peak is at most this many times the memory.
+    """
     program = formulation.program(target)
     state, batch = program.shapes()
     prices = StrategyPrices(replace_kernels(program.step), (state, *batch), target=target, donate_argnums=(0,))
     found = prices.of(dict.fromkeys(style.words for style in styles if style.words))
-    limit = prices.limit_bytes * MOST_OVER
+    limit = prices.limit_bytes * most_over
     priced = [(style, found[style.words]) for style in styles if style.words in found]
     fitting = [each for each in priced if each[1].peak_memory_bytes <= limit]
     return sorted(fitting, key=lambda each: each[1].step_time_us)
