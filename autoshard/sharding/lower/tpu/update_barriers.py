@@ -68,15 +68,20 @@ class UpdateBarriers:
         self._before: dict[int, list[Update]] = {}
         for update in updates(program, roles) if adds_up else ():
             self._before.setdefault(id(ops[update.before]), []).append(update)
-        self._variable: dict[int, Any] = {}
+        # Value -> its variables. A call that returns an operand gives the value a second one.
+        self._variables: dict[int, dict[Any, None]] = {}
         for op in ops if self._before else ():
-            self._variable.update(zip((*op.operands, *op.results), (*op.eqn.invars, *op.eqn.outvars), strict=True))
+            for v, x in zip((*op.operands, *op.results), (*op.eqn.invars, *op.eqn.outvars), strict=True):
+                if v >= 0:
+                    self._variables.setdefault(v, {})[x] = None
 
     def before(self, op: Op, env: dict[Any, Any]) -> None:
         """Replace the values that wait before this operator: variable of the jaxpr -> value."""
         for update in self._before.get(id(op), ()):
-            waiting = [self._variable[v] for v in (update.gradient, *update.state)]
-            env.update(zip(waiting, lax.optimization_barrier([env[x] for x in waiting]), strict=True))
+            waiting = [x for v in (update.gradient, *update.state) for x in self._variables[v] if x in env]
+            values = {id(env[x]): env[x] for x in waiting}
+            after = dict(zip(values, lax.optimization_barrier([*values.values()]), strict=True))
+            env.update([(x, after[id(env[x])]) for x in waiting])
 
 
 def updates(program: Program, roles: Roles) -> list[Update]:

@@ -200,6 +200,43 @@ def test_an_update_that_starts_before_its_gradient_has_no_barrier():
     assert not barriers(lowered(step, ((one, one), jax.ShapeDtypeStruct((4096, 64), "float32"))))
 
 
+@jax.jit
+def updated(w, gradient):
+    """An update, and its operands for metrics."""
+    return w - 0.1 * gradient, w, gradient
+
+
+@jax.custom_jvp
+def same(x):
+    return x
+
+
+same.defjvp(lambda primals, tangents: (same(*primals), tangents[0]))
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda w, gradient: updated(w, gradient),
+        lambda w, gradient: (w - 0.1 * gradient, same(w), same(gradient)),
+        lambda w, gradient: (same(w) - 0.1 * same(gradient), w, gradient),
+    ],
+)
+def test_operands_that_a_call_returns_wait_too(update):
+    """The values of such operands have two variables each."""
+
+    def step(w, x):
+        return update(w, jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w))
+
+    args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    jaxpr = lowered(step, args)
+    (found,) = barriers(jaxpr)
+    later = [eqn for eqn in jaxpr.eqns[jaxpr.eqns.index(found) :] if eqn.primitive.name in ("mul", "sub")]
+    assert later[-1].primitive.name == "sub"
+    taken = {v for eqn in later for v in eqn.invars if not hasattr(v, "val")}
+    assert taken.isdisjoint(found.invars) and len(taken.intersection(found.outvars)) == 2
+
+
 def test_the_platform_is_that_of_the_devices():
     step, args = train_step(MOMENTUM), shapes(MOMENTUM)
     executable = bound_or_error(autoshard.plan(step, *args, plan="fsdp:8", target="v5e:2x4").bound).executable
