@@ -37,12 +37,12 @@ def pinned_slices(layout: Layout, mesh: Any, op: Op, count: int, slices: list[An
         count: the number of its operands in front of the stacks.
         slices: the slices of its stacks.
     """
-    avals = layout.axes.program.avals
+    avals, weights = layout.axes.program.avals, (layout.axes.parameter_aliases, layout.roles.computed_weights)
     if not any(_compat.is_on_host(avals[v]) for v in op.operands[count:] if v >= 0):
         return slices
 
     def pinned(value: int, x: Any) -> Any:
-        waits = value not in layout.aliased_inputs and not _compat.is_on_host(avals[value])
+        waits = not any(value in found for found in weights) and not _compat.is_on_host(avals[value])
         if not waits or x.ndim < 2 or not _compat.is_floating(x.dtype):
             return x
         order, spec = MemoryLayout(major_to_minor=tuple(range(x.ndim))), to_partition_spec(layout.spec(value))
