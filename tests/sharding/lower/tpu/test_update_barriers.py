@@ -112,6 +112,11 @@ def test_each_gradient_is_joined_with_its_parameter_and_moments(optimizer, state
         assert takers <= {"sharding_constraint"}
 
 
+def test_a_jitted_step_has_the_barriers_of_the_step():
+    step, args = train_step(ADAM), shapes(ADAM)
+    assert [len(barriers(lowered(fn, args))) for fn in (step, jax.jit(step), jax.jit(jax.jit(step)))] == [4, 4, 4]
+
+
 def test_a_clipped_update_waits_for_the_clipped_gradient():
     """Otherwise the copies of the state are made before the gradients of the other layers are computed."""
     jaxpr = lowered(train_step(CLIPPED), shapes(CLIPPED))
