@@ -14,20 +14,32 @@ WEIGHTS = jax.ShapeDtypeStruct((LAYERS, WIDTH, HIDDEN), jnp.float32)
 X = jax.ShapeDtypeStruct((ROWS, 8, WIDTH), jnp.float32)
 
 
-def step(host, kept):
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+def policy(host, kept):
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=kept,
         names_which_can_be_offloaded=host,
         offload_src="device",
         offload_dst="pinned_host",
     )
 
-    def layer(h, w):
-        h = checkpoint_name(h, "input")
-        return h + jnp.tanh(checkpoint_name(h @ w, "hidden")) @ w.T, None
 
+def mlp(h, w):
+    h = checkpoint_name(h, "input")
+    return h + jnp.tanh(checkpoint_name(h @ w, "hidden")) @ w.T, None
+
+
+def attention(h, w):
+    h, w = checkpoint_name(h, "input"), w.reshape(WIDTH, 8, HIDDEN // 8)
+    q = checkpoint_name(jnp.einsum("bsw,whd->bshd", h, w), "heads")
+    scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, q))
+    out = jnp.einsum("bhqk,bkhd->bqhd", scores, q)
+    return h + jnp.einsum("bqhd,whd->bqw", out, w), None
+
+
+def step(host, kept, layer=mlp):
     def loss(weights, x):
-        return (jax.lax.scan(jax.checkpoint(layer, policy=policy), x, weights)[0] ** 2).mean()
+        layers = jax.checkpoint(layer, policy=policy(host, kept))
+        return (jax.lax.scan(layers, x, weights)[0] ** 2).mean()
 
     def run(weights, x):
         value, gradient = jax.value_and_grad(loss)(weights, x)
@@ -73,24 +85,25 @@ def test_parameters_have_no_given_order_if_they_are_stored_as_they_are_used(word
     assert np.prod(shape) == ROWS * HIDDEN  # 1 of 8 shards of the kept value
 
 
+@pytest.mark.parametrize("words", ["dp:8", "fsdp:8", "dp:2 tp:4"])
+def test_values_with_heads_keep_the_order_that_the_compiler_chooses(words):
+    """Attention takes them with the heads before the positions."""
+    program = lowered(step(["input"], ["heads"], attention), words=words)
+    assert not ordered(jax.make_jaxpr(program)(WEIGHTS, X).jaxpr)
+
+
 def test_the_order_is_given_in_loops_that_gather_early():
     """The loops of both passes gather the weights of the next layer."""
 
     def fn(weights, x):
-        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=["hidden"],
-            names_which_can_be_offloaded=["input"],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-
         def layer(h, w):
             h = checkpoint_name(h, "input")
             h = h + jnp.tanh(checkpoint_name(h @ w["up"], "hidden")) @ w["down"]
             return h + jnp.tanh(h @ w["square"]), None
 
         def loss(weights):
-            return (jax.lax.scan(jax.checkpoint(layer, policy=policy), x, weights)[0] ** 2).mean()
+            layers = jax.checkpoint(layer, policy=policy(["input"], ["hidden"]))
+            return (jax.lax.scan(layers, x, weights)[0] ** 2).mean()
 
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
 
