@@ -38,6 +38,7 @@ from autoshard.sharding.autotune.compiled_options import fastest_options
 from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS, MOST_TRIES, OVER_LIMIT, POOL_OF_KIND
 from autoshard.sharding.autotune.lessons import Lesson, Lessons, lesson_of
 from autoshard.sharding.layout.plan_request import is_request
+from autoshard.sharding.plan.memory_doubt import ranked_us
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.shortlist import without_near_duplicates
 from autoshard.sharding.planner.variants import PlannedVariant, fastest, variant_name, variant_table
@@ -185,7 +186,9 @@ class Settling:
 
 
 def contenders(made: Sequence[PlannedVariant], limit: float) -> Iterator[tuple[str, list[Contender]]]:
-    """Yield each kind of plan with its plans that fit, the fastest first. Near duplicates come last.
+    """Yield each kind of plan with its plans that fit, the best by the estimate first (`memory_doubt`).
+
+    Near duplicates come last.
 
     The last kind is `OVER`: the fastest plan whose memory is over the limit, but at most `OVER_LIMIT[0]` times the
     limit. It is a contender only if it is faster than all plans that fit.
@@ -202,7 +205,7 @@ def contenders(made: Sequence[PlannedVariant], limit: float) -> Iterator[tuple[s
         ]
     fitting = [each for each in every if each.peak_bytes <= limit]
     kinds: dict[str, list[Contender]] = {}
-    for each in sorted(fitting, key=lambda each: each.step_us):
+    for each in sorted(fitting, key=lambda each: ranked_us(each.step_us, each.peak_bytes, limit)):
         kinds.setdefault(each.kind, []).append(each)
     for kind, found in kinds.items():
         rows = without_near_duplicates([(each.step_us, each.peak_bytes, each) for each in found[:POOL_OF_KIND]])

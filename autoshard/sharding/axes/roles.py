@@ -13,7 +13,8 @@ sequence    axes of the data other than the batch. If a loop runs over blocks of
             then only the axis that counts the blocks. If the batch counts the positions of a single row, and attention
             runs over them, it is a sequence, too. An axis is none if slices take each of its positions by itself, such
             as the coordinates of a point: then no operator treats the positions alike, and shards of it would send
-            every slice to all devices
+            every slice to all devices. This does not hold for positions of attention, and for an axis that counts
+            blocks of a longer one
 context     sequence axes that no loop runs over
 """
 
@@ -203,7 +204,7 @@ def find_roles(
     sequence = dict.fromkeys(
         c for v in data for dim in axes.of_value[v] for c in _sequence(dim, axes.stacked)
         if c not in (*in_rows, replicas, *counts) and c in with_batch and not use.weights[c]
-        and not use.is_taken_apart(c, axes.sizes[c])
+        and not (len(dim) == 1 and c not in use.attended and use.is_taken_apart(c, axes.sizes[c]))
     )  # fmt: skip
     if single_rows:
         counting = {c for v in data for dim in _before(axes, v, batch) for c in axes.of_value[v][dim]}

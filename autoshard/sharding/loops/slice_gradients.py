@@ -84,7 +84,7 @@ class _Term:
         op: the operator that computes the term before it is moved; None for other terms.
         moves: the operators that move and pad its result, in their order.
         var: the term.
-        ready: the position before which the term is known.
+        ready: the position of the equation before which the term is known; -1 for an input of the block.
     """
 
     op: Op | None
@@ -95,35 +95,37 @@ class _Term:
 
 def _change(block: Block, edits: FrameEdits) -> bool:
     """Change the sums of a block; return whether there was one to change."""
-    ops, positions = block.ops, {id(op): n for n, op in enumerate(block.ops)}
+    ops = block.ops
+    # Not the positions of the operators: a gather or a pad may stand for several of these, or for none.
+    positions = {v: n for n, eqn in enumerate(_compat.open_jaxpr(block.jaxpr).eqns) for v in eqn.outvars}
     uses = Counter(v for op in ops for v in op.operands)
     uses.update(block.outputs)
     made = {op.results[0]: op for op in ops if len(op.results) == 1}
-    last = {v: n for n, op in enumerate(ops) for v in op.results}
     changed = False
     for additions, terms in sums_of(ops, uses):
         groups = defaultdict[Any, list[_Term]](list)
         for addition, i in terms:
             v, var = addition.operands[i], addition.eqn.invars[i]
-            term = _term(v, var, made, uses, last)
+            term = _term(v, var, made, uses, positions)
             groups[var if term.op is None else _key(term)].append(term)
-        if max(map(len, groups.values())) > 1:
+        if any(len(group) > 1 and group[0].op is not None for group in groups.values()):
             _add(list(groups.values()), additions[-1], positions, edits)
             changed = True
     return changed
 
 
-def _term(v: int, var: Any, made: Mapping[int, Op], uses: Mapping[int, int], last: Mapping[int, int]) -> _Term:
+def _term(v: int, var: Any, made: Mapping[int, Op], uses: Mapping[int, int], positions: Mapping[Any, int]) -> _Term:
     """Return a term of a sum; without its operator if that is no gradient of a slice, or is used elsewhere, too."""
     moves, source = list[Op](), v
     while (op := made.get(source)) is not None and uses[source] == 1:
         if op.name in _TERMS and any(map(_is_pad_of_zeros, moves)):
-            return _Term(op, tuple(reversed(moves)), op.eqn.outvars[0], last[source] + 1)
+            (product,) = op.eqn.outvars
+            return _Term(op, tuple(reversed(moves)), product, positions[product] + 1)
         if not (op.name in _MOVES or _is_pad_of_zeros(op)):
             break
         moves.append(op)
         source = op.operands[0]
-    return _Term(None, (), var, last.get(v, -1) + 1)
+    return _Term(None, (), var, positions[var] + 1 if var in positions else -1)
 
 
 def _key(term: _Term) -> Any:
@@ -133,30 +135,33 @@ def _key(term: _Term) -> Any:
     return term.op.name, term.var.aval.shape, term.var.aval.dtype, *steps
 
 
-def _add(groups: Sequence[Sequence[_Term]], root: Op, positions: Mapping[int, int], edits: FrameEdits) -> None:
-    """Write the edits of one sum: each group is added where its terms are known, and the groups one after another."""
+def _add(groups: Sequence[Sequence[_Term]], root: Op, positions: Mapping[Any, int], edits: FrameEdits) -> None:
+    """Write the edits of one sum: each group is added where its terms are known, and the groups one after another.
+
+    Inputs of the block are added last, so that the carry of a loop over microbatches stays a sum (`loop_collectives`).
+    """
     ready: list[tuple[int, Any]] = []
     for group in groups:
         in_order = sorted(group, key=lambda each: each.ready)
         total, at = in_order[0].var, in_order[0].ready
         for n, term in enumerate(in_order[1:]):
             key, at = ("added", id(root), id(group), n), term.ready
-            edits.before.setdefault(at, []).append(Edit((total, term.var), (key,), _sum, root.eqn))
+            edits.before.setdefault(max(at, 0), []).append(Edit((total, term.var), (key,), _sum, root.eqn))
             total = key
         for n, move in enumerate(in_order[0].moves):
             key = "moved", id(root), id(group), n
             edits.before.setdefault(at, []).append(Edit((total,), (key,), functools.partial(_moved, move), move.eqn))
             total = key
         ready.append((at, total))
-    ready.sort(key=lambda each: each[0])
-    _, total = ready[0]
-    for n, (at, part) in enumerate(ready[1:]):
-        key = root.eqn.outvars[0] if n == len(ready) - 2 else ("total", id(root), n)
+    ready.sort(key=lambda each: (each[0] < 0, each[0]))
+    (at, total), (result,) = ready[0], root.eqn.outvars
+    for n, (known, part) in enumerate(ready[1:]):
+        key, at = result if n == len(ready) - 2 else ("total", id(root), n), max(at, known)
         edits.before.setdefault(at, []).append(Edit((total, part), (key,), _sum, root.eqn))
         total = key
     if len(ready) == 1:
-        edits.before.setdefault(ready[0][0], []).append(Edit((total,), (root.eqn.outvars[0],), _same, root.eqn))
-    edits.skipped.add(positions[id(root)])
+        edits.before.setdefault(at, []).append(Edit((total,), (result,), _same, root.eqn))
+    edits.skipped.add(positions[result])
 
 
 def _sum(a: Any, b: Any) -> list[Any]:

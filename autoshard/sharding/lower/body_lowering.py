@@ -18,6 +18,7 @@ class BodyLowering(Protocol):
 
     layout: Layout
     mesh: Any
+    on_tpu: bool
     link_prices: LinkPrices
     early: frozenset[tuple[int, int]]
     held: dict[Gather, Any]

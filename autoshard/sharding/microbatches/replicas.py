@@ -22,6 +22,7 @@ from autoshard.errors import PlanError, PlanRequestError
 from autoshard.sharding.layout.plan_request import STORING, parse_request
 from autoshard.sharding.microbatches.constants import GAIN
 from autoshard.sharding.microbatches.too_slow import TooSlow
+from autoshard.sharding.plan.memory_doubt import plan_ranked_us
 from autoshard.sharding.program.tracing import Traced
 
 # With groups, XLA:TPU all-reduces gradients that it would else reduce-scatter to shards of the state. A step of a Llama
@@ -122,7 +123,7 @@ class GroupedRows:
         made = self._planned(step, most_us=self._most_us)
         if step.replicas > 1:
             return made
-        fits, time, groups = made.plan.fits, made.plan.estimate.step_time_us, made.groups
+        fits, time, groups = made.plan.fits, plan_ranked_us(made.plan), made.groups
         if groups is None or groups.time_us >= min((1 - GAIN) * time, (1 + self._error) * self._most_us):
             return made
         grouped = with_replicas(self._traced, step.microbatches, cut=self._cut, replicas=groups.count)
@@ -132,7 +133,7 @@ class GroupedRows:
             other = self._planned(grouped, most_us=min(self._most_us, time) if fits else math.inf)
         except TooSlow:
             return made
-        if other.plan.fits < fits or other.plan.estimate.step_time_us >= time:
+        if other.plan.fits < fits or plan_ranked_us(other.plan) >= time:
             return _with_candidates_of(other, made)
         if other.plan.fits:
             self._replicas = grouped.replicas

@@ -231,8 +231,7 @@ def _may_pay(plain: Any, stages: int, microbatches: int | str) -> bool:
 
 def _rank(made: Any) -> tuple[bool, float]:
     """A plan that fits comes before one that does not; then the time, or the memory if it does not fit, decides."""
-    found = made.plan.estimate
-    return not made.plan.fits, found.step_time_us if made.plan.fits else found.peak_memory_bytes
+    return not made.plan.fits, plan_ranked_us(made.plan) if made.plan.fits else made.plan.estimate.peak_memory_bytes
 
 
 def _figures(made: Any) -> str:

@@ -33,7 +33,7 @@ from autoshard.sharding.pipeline.schedule_words import chunks_of
 from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.program.host_memory import unmoved_names_text
 from autoshard.sharding.program.tracing import Traced
-from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, price
+from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, candidate_time, price
 from autoshard.sharding.search.layout_search import search
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.reference.coverage import NO_RULE, runs_on_host
@@ -226,12 +226,12 @@ class PlanningProblem:
             layouts = self.with_fixed_shardings(layouts, existing, fixed)
             others: list[Candidate] = []
             for name, layout in layouts:
-                fitting_us = [c.cost.step_time_us for c in others if c.fits(self.limit)] if only_best else []
+                fitting_us = [candidate_time(c) for c in others if c.fits(self.limit)] if only_best else []
                 if not fitting_us or all(least_us <= min(fitting_us) for least_us in self.cost.least_us(layout)):
                     others.append(price(name, layout, self.cost, self.memory, self.limit))
             fitting = [c for c in others if c.fits(self.limit)]
-            by_time, by_peak = (lambda c: c.cost.step_time_us), (lambda c: c.peak_bytes)
-            best = best_assigned(min(fitting or others, key=by_time if fitting else by_peak), self.cost)
+            fastest = min(fitting, key=candidate_time) if fitting else min(others, key=lambda c: c.peak_bytes)
+            best = best_assigned(fastest, self.cost)
             if isinstance(requested, str):
                 self._check_shards_something(requested, best.layout)
                 if best.name == requested or best.layout.fixed:  # else it was checked, a way of `cp`

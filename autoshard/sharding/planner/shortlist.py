@@ -9,6 +9,7 @@ from typing import Any
 
 from autoshard._shown import shown
 from autoshard.sharding.layout.plan_request import is_request
+from autoshard.sharding.plan.memory_doubt import ranked_us
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.constants import SAME_PROGRAM, SHORTLIST_POOL
 from autoshard.sharding.planner.variants import PlannedVariant, fastest, variant_table
@@ -23,7 +24,7 @@ class Shortlist:
 
     Attributes:
         count: how many candidates.
-        judge: takes the plans in the order of their estimates, and the memory limit in bytes; returns one of the plans.
+        judge: takes the plans, the best by the estimate first, and the memory limit in bytes; returns one of the plans.
         over: multiples of the memory limit. For each, one more candidate is compared: the fastest whose estimated peak
             is between the limit and this multiple. These come last.
     """
@@ -67,7 +68,7 @@ def fastest_of_all(
         every += found
         pool += [each for each in found if each[1] <= limit and each[-1] != plan.chosen]
         pool.append((plan.estimate.step_time_us if plan.fits else math.inf, plan.estimate.peak_memory_bytes, n, None))
-    ranked = sorted(pool, key=lambda each: each[0])
+    ranked = sorted(pool, key=lambda each: ranked_us(each[0], each[1], limit))
     plans: list[BoundPlan] = []
 
     def add(n: int, strategy: str | None) -> None:

@@ -188,3 +188,31 @@ def test_positions_that_are_all_taken_by_themselves_are_no_sequence(pick, is_seq
     data = jax.ShapeDtypeStruct((4096, 3), "float32")
     found = analyse(trace(partial(rays, pick=pick), (weights, data, data), {}))
     assert bool(found.roles.sequence) == bool(found.roles.context) == is_sequence
+
+
+def attention_over_blocks(weights, x, count):
+    """Attention whose loop over blocks of keys is unrolled."""
+    query, key = jnp.tanh(x @ weights[0]), jnp.tanh(x @ weights[1])
+    blocks = key.reshape(len(x), count, -1, x.shape[-1])
+    summed = jnp.zeros_like(x)
+    for i in range(count):
+        scores = jnp.exp(jnp.einsum("bqd,bkd->bqk", query, blocks[:, i]))
+        summed += jnp.einsum("bqk,bkd->bqd", scores, blocks[:, i])
+    return jnp.mean(summed**2)
+
+
+def attention_with_an_output_for_each_position(weights, x):
+    scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x @ weights[0], x @ weights[1]))
+    y = scores @ x
+    return sum(i * jnp.mean(y[:, i] ** 2) for i in range(y.shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "positions"),
+    [(partial(attention_over_blocks, count=4), 512), (attention_with_an_output_for_each_position, 8)],
+)
+def test_positions_of_attention_are_a_sequence_although_slices_take_them(loss, positions):
+    args = jax.ShapeDtypeStruct((2, 64, 64), "float32"), jax.ShapeDtypeStruct((8, positions, 64), "float32")
+    found = analyse(trace(jax.grad(loss), args, {}))
+    axes, (_, x) = found.axes, found.axes.program.inputs
+    assert found.roles.context == axes.of_value[x][1]

@@ -110,7 +110,31 @@ def in_a_loop(tables, keys):
     return tables - 0.1 * lax.scan(part, jnp.zeros_like(tables), keys.reshape(2, -1))[0]
 
 
-STEPS = {"lookups": step(4), "in a loop": in_a_loop}
+def gradient_of(loss):
+    def fn(tables, keys):
+        found = [sum(tables[n][(keys * (7 * i + 3)) % ROWS] for i in range(3)) for n in range(TABLES)]
+        return loss(found[0] * found[1], keys)
+
+    return lambda tables, keys: tables - 0.1 * jax.grad(fn)(tables, keys)
+
+
+def of_labels(x, keys):
+    """A loss with a gather that is planned as several operators: its index counts the rows."""
+    return -jnp.mean(jax.nn.log_softmax(x)[jnp.arange(IDS), keys % FEATURES])
+
+
+def of_sums(x, _):
+    """A loss with a gradient whose padding is planned as a part of the sum after it."""
+    return jnp.mean(lax.reduce_window(x, 0.0, lax.add, (2, 1), (2, 1), "VALID") ** 2)
+
+
+# In the last two, the program has other operators than the jaxpr has equations.
+STEPS = {
+    "lookups": step(4),
+    "in a loop": in_a_loop,
+    "of labels": gradient_of(of_labels),
+    "of sums": gradient_of(of_sums),
+}
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -128,6 +152,23 @@ def test_results_are_those_of_one_device(name, words):
 def test_loops_are_changed_within():
     found = operators(in_a_loop, STACK, KEYS)
     assert sum(name == "pad" for name, _ in found) == TABLES
+
+
+def test_the_carry_of_microbatches_stays_a_sum():
+    """A loop whose carry is added to something in the middle of its body counts as a loop over time."""
+    program = with_added_slices(trace(in_a_loop, (STACK, KEYS), {})).program
+    (body,) = (op.blocks[0] for op in program.ops() if op.name == "scan")
+    (last,) = (op for op in body.ops if op.results == body.outputs)
+    assert last.name in ADDITIONS
+    assert not {*last.operands}.isdisjoint(body.inputs)
+
+
+def test_a_sum_without_gradients_of_one_slice_stays():
+    def fn(tables, keys):
+        pads = padded_sum(result_of=lambda first, second: (first, second))
+        return *pads(tables, keys), tables + tables
+
+    operators(fn, STACK, KEYS, changes=False)
 
 
 @pytest.mark.parametrize("words", ["dp:8", "fsdp:8"])

@@ -32,13 +32,18 @@ def test_a_search_finds_the_pipeline_that_is_fast_with_groups_only():
     assert searched.estimate.step_time_us <= requested.estimate.step_time_us
 
 
+LIMIT = 100.0  # bytes
+
+
 class Made:
     """A bound plan of a search: the fastest of its candidates."""
 
     def __init__(self, groups, *candidates):
-        chosen, time, _ = candidates[0]
-        estimate = SimpleNamespace(step_time_us=time)
-        self.plan = SimpleNamespace(estimate=estimate, fits=True, chosen=chosen, candidates=candidates)
+        chosen, time, peak = candidates[0]
+        estimate = SimpleNamespace(step_time_us=time, peak_memory_bytes=peak)
+        self.plan = SimpleNamespace(
+            estimate=estimate, fits=True, chosen=chosen, candidates=candidates, limit_bytes=LIMIT
+        )
         self.groups = groups
 
     def where(self, candidates):
@@ -46,7 +51,7 @@ class Made:
         return self
 
 
-def searches(groups, most_us=1e9, error=0.0, grouped_us=500.0):
+def searches(groups, most_us=1e9, error=0.0, grouped_us=500.0, grouped_bytes=9.0):
     """Return the searches of two numbers of microbatches, 4 and 8, as (microbatches, groups), and their plans."""
     done: list[tuple[int, int]] = []
     whole: Any = None
@@ -57,7 +62,7 @@ def searches(groups, most_us=1e9, error=0.0, grouped_us=500.0):
     def planned(step, most_us):
         done.append((step.microbatches, step.replicas))
         if step.replicas > 1:
-            return Made(None, ("dp:4", grouped_us, 9.0), ("tp:4", 1700.0, 2.0))
+            return Made(None, ("dp:4", grouped_us, grouped_bytes), ("tp:4", 1700.0, 2.0))
         return Made(groups, ("fsdp:4", 1000.0, 1.0), ("tp:4", 1500.0, 3.0), ("dp:4", 1600.0, 9.0))
 
     rows = GroupedRows(whole, cut, planned, most_us, error)
@@ -73,6 +78,13 @@ def test_candidates_have_their_times_without_groups_or_with_them(grouped_us, fas
     (first, _) = searches(Groups(2, 600.0), grouped_us=grouped_us)[1]
     assert {name: time for name, time, _ in first.candidates} == {"fsdp:4": 1000.0, "dp:4": grouped_us, "tp:4": 1500.0}
     assert first.candidates[0][0] == first.chosen == fastest
+
+
+@pytest.mark.parametrize(("grouped_bytes", "fastest"), [(94.0, "dp:4"), (100.0, "fsdp:4")])
+def test_groups_that_almost_fill_the_memory_count_as_slower(grouped_bytes, fastest):
+    """With all of the memory by 8 %, and these groups are 5 % faster."""
+    (first, _) = searches(Groups(2, 600.0), grouped_us=950.0, grouped_bytes=grouped_bytes)[1]
+    assert first.chosen == fastest
 
 
 def test_groups_that_were_faster_are_kept_for_more_microbatches():

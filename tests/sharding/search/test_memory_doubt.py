@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.sharding.planner import offload_choice
+from autoshard.sharding.autotune.settling import contenders
+from autoshard.sharding.pipeline.choice import plan_of_pipelines
+from autoshard.sharding.planner import offload_choice, problem, shortlist
 from autoshard.sharding.planner.bound_plan import bound_or_error
+from autoshard.sharding.planner.shortlist import Shortlist, fastest_of_all
 from autoshard.sharding.planner.variants import fastest
 from autoshard.sharding.search import layout_search
 from autoshard.train.program import remat_search
@@ -38,14 +41,31 @@ def test_the_search_ranks_by_the_memory_that_the_user_gives():
     """Its candidates have the limit of the search."""
     args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
     made = autoshard.plan(lambda w, x: jnp.tanh(x @ w).sum(), *args, target="v5e:2x4", memory_limit_bytes=2**28)
-    problem = bound_or_error(made.bound).problem
-    best, others = problem.search({}, {}, None)
+    best, others = bound_or_error(made.bound).problem.search({}, {}, None)
     assert {each.limit for each in (best, *others)} == {2**28}
 
 
-def bound(time: float, peak: float, fits: bool = True) -> Any:
+@pytest.mark.parametrize(("limit", "chosen"), [(95, 0), (92, 1)])
+def test_layouts_of_a_requested_strategy_are_compared_with_the_doubt(limit, chosen, monkeypatch):
+    args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    step = jax.grad(lambda w, x: jnp.tanh(x @ w).sum())
+    made = autoshard.plan(step, *args, target="v5e:2x4", memory_limit_bytes=limit * 2**20, plan="fsdp:8")
+    planning: Any = bound_or_error(made.bound).problem
+    every = [candidate(time, peak * 2**20, limit * 2**20) for time, peak in ((100.0, 90.0), (103.0, 50.0))]
+    for each in every:
+        each.name, each.layout = "fsdp:8", bound_or_error(made.bound).layout
+    priced = iter(every)
+    monkeypatch.setattr(problem, "price", lambda *_: next(priced))
+    monkeypatch.setattr(problem, "best_assigned", lambda candidate, cost: candidate)
+    monkeypatch.setattr(planning, "_requested_layouts", lambda _: [("fsdp:8", every[0].layout)] * 2)
+    assert planning.choose("fsdp:8", {}, {})[0] is every[chosen]
+
+
+def bound(time: float, peak: float, fits: bool = True, chosen: str = "fsdp:8") -> Any:
     estimate = SimpleNamespace(step_time_us=time, peak_memory_bytes=peak)
-    plan = SimpleNamespace(estimate=estimate, limit_bytes=100.0, fits=fits, fits_host=True)
+    plan = SimpleNamespace(
+        estimate=estimate, limit_bytes=100.0, fits=fits, fits_host=True, chosen=chosen, candidates=()
+    )
     made = SimpleNamespace(plan=plan)
     made.where = lambda **changes: made
     return made
@@ -64,6 +84,25 @@ def test_offloads_are_compared_with_the_doubt():
     plain, lean = bound(100.0, 98.0), bound(93.0, 60.0)
     assert offload_choice._best((plain, []), [(lean, [])])[0] is lean
     assert offload_choice._best((bound(100.0, 90.0), []), [(lean, [])])[0] is not lean
+
+
+def test_plans_are_compiled_in_the_order_of_the_doubt(monkeypatch):
+    """If none compiles, the first is chosen; and of one kind only the first is compiled."""
+    monkeypatch.setattr(shortlist, "variant_table", lambda bound, choice, made: bound)
+    tight, lean = bound(100.0, 98.0), bound(103.0, 60.0)
+    made: Any = [({"a": 1}, tight), ({"a": 2}, lean)]
+    compared = []
+    fastest_of_all(made, Shortlist(2, lambda plans, limit: compared.append(plans) or plans[0]), lambda *_: None)
+    assert compared == [[lean, tight]]
+    ((_, of_kind),) = contenders(made, 100.0)
+    assert [each.variant for each in of_kind] == [1, 0]
+
+
+def test_numbers_of_stages_are_compared_with_the_doubt():
+    plans = {2: bound(100.0, 98.0, chosen="pp:2"), 4: bound(103.0, 60.0, chosen="pp:4")}
+    for each in plans.values():
+        each.plan.notes = ()
+    assert plan_of_pipelines("step", "1f1b", [2, 4], plans.__getitem__) is plans[4]
 
 
 def test_mixes_are_made_of_policies_that_almost_fill_the_memory():

@@ -119,19 +119,27 @@ class ReductionFinder:
         operand = reduction.operands[0]
         if operand < 0:
             return None
-        whole, others = self.reduced_dims(operand, frozenset(reduction.eqn.params["axes"]))
+        first = self.when[id(reduction)] - PASS_OPS
+        whole, others = self.reduced_dims(operand, frozenset(reduction.eqn.params["axes"]), first)
         candidates = [
             v for v, dims in whole.items()
             if v in products and v not in others and self.reduces_whole_dims(v, dims, products[v])
         ]  # fmt: skip
         value = max(candidates, key=lambda v: self.when[id(products[v])], default=None)
-        if value is None or self.when[id(reduction)] - self.when[id(products[value])] > PASS_OPS:
+        if value is None or self.when[id(products[value])] < first:
             return None
         rest = (others | whole.keys()) - {value}
         return None if self.depend_on(rest, products[value]) else value
 
-    def reduced_dims(self, operand: int, dims: frozenset[int]) -> tuple[dict[int, frozenset[int]], set[int]]:
+    def reduced_dims(
+        self, operand: int, dims: frozenset[int], first: int
+    ) -> tuple[dict[int, frozenset[int]], set[int]]:
         """Follow the operand of a reduction back to values in memory.
+
+        Args:
+            operand: the operand.
+            dims: its dimensions that are reduced.
+            first: the place from which on operators are followed. So a long chain is not followed from each reduction.
 
         Returns:
             The values with an element for each of the operand's, with those of their dimensions that are reduced; and
@@ -143,10 +151,10 @@ class ReductionFinder:
         others: set[int] = set()
         while todo:
             value, reduced = todo.pop()
-            if value in memory or value not in maker:
+            op = maker.get(value)
+            if value in memory or op is None or self.when.get(id(op), -1) < first:
                 whole[value] = reduced
                 continue
-            op = maker[value]
             for number, taken in enumerate(op.operands):
                 if taken < 0:
                     continue

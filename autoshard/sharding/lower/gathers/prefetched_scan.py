@@ -24,6 +24,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.loop_gathers import Gather, loop_gathers, loop_operands
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.lower.body_lowering import BodyLowering
+from autoshard.sharding.lower.tpu.kept_stacks import pinned_slices
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.ir.program import Op
 
@@ -94,6 +95,8 @@ def prefetched_scan(
         index, carry, now = state
         following = jnp.maximum(index - 1, 0) if is_reversed else jnp.minimum(index + 1, length - 1)
         after = gathered(following)
+        if lowering.on_tpu:
+            x = pinned_slices(lowering.layout, lowering.mesh, op, len(consts) + len(init), x)
         now = [lowering.constrain(each, gather.spec) for each, gather in zip(now, found.gathers, strict=True)]
         wide = [each.astype(dtype) for each, dtype in zip(now, types, strict=True)]
         with lowering.holding({**lowering.held, **dict(zip(found.gathers, wide, strict=True))}):

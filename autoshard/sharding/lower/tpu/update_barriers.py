@@ -27,9 +27,9 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.roles import STATE, Roles
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.program.operator_kinds import is_decision_point
+from autoshard.sharding.program.operator_kinds import INLINED_CALLS, is_decision_point
 from autoshard.spmdrules.core.placement import axes_of
-from autoshard.spmdrules.ir.program import Op, Program, inlined, users_of
+from autoshard.spmdrules.ir.program import Block, Op, Program, inlined, users_of
 
 # An update has fewer elementwise operators than this. The search takes time that grows with the square of their number.
 # Source: chosen; AdamW has about 20.
@@ -44,7 +44,7 @@ class Update(NamedTuple):
     Attributes:
         gradient: the gradient, or the last value that is computed from it alone, such as the clipped gradient.
         state: the parameter and its moments.
-        before: the number of the operator before which they wait, counted in the program's outermost block.
+        before: the number of the operator before which they wait, counted in the outermost block of the step.
     """
 
     gradient: int
@@ -64,19 +64,24 @@ class UpdateBarriers:
         program, roles = layout.axes.program, layout.roles
         batch = [axes_of(layout.spec_of(((row,),))) for row in roles.rows] if on_tpu else []
         adds_up = any(layout.shard_count(axes) > 1 for axes in batch)
-        ops = program.block.ops
+        ops = _block_of_step(program).ops
         self._before: dict[int, list[Update]] = {}
         for update in updates(program, roles) if adds_up else ():
             self._before.setdefault(id(ops[update.before]), []).append(update)
-        self._variable: dict[int, Any] = {}
+        # Value -> its variables. A call that returns an operand gives the value a second one.
+        self._variables: dict[int, dict[Any, None]] = {}
         for op in ops if self._before else ():
-            self._variable.update(zip((*op.operands, *op.results), (*op.eqn.invars, *op.eqn.outvars), strict=True))
+            for v, x in zip((*op.operands, *op.results), (*op.eqn.invars, *op.eqn.outvars), strict=True):
+                if v >= 0:
+                    self._variables.setdefault(v, {})[x] = None
 
     def before(self, op: Op, env: dict[Any, Any]) -> None:
         """Replace the values that wait before this operator: variable of the jaxpr -> value."""
         for update in self._before.get(id(op), ()):
-            waiting = [self._variable[v] for v in (update.gradient, *update.state)]
-            env.update(zip(waiting, lax.optimization_barrier([env[x] for x in waiting]), strict=True))
+            waiting = [x for v in (update.gradient, *update.state) for x in self._variables[v] if x in env]
+            values = {id(env[x]): env[x] for x in waiting}
+            after = dict(zip(values, lax.optimization_barrier([*values.values()]), strict=True))
+            env.update([(x, after[id(env[x])]) for x in waiting])
 
 
 def updates(program: Program, roles: Roles) -> list[Update]:
@@ -93,6 +98,14 @@ def updates(program: Program, roles: Roles) -> list[Update]:
     return found
 
 
+def _block_of_step(program: Program) -> Block:
+    """Return the outermost block; if it only calls a jitted function, such as a jitted step, that of the call."""
+    block = program.block
+    while len(block.ops) == 1 and block.ops[0].name in INLINED_CALLS:
+        (block,) = block.ops[0].blocks
+    return block
+
+
 class _Search:
     """Finds updates. It follows elementwise operators between values of one shape, also through calls.
 
@@ -101,7 +114,7 @@ class _Search:
     """
 
     def __init__(self, program: Program, roles: Roles):
-        block = program.block
+        block = _block_of_step(program)
         inner = [list(inlined(replace(block, ops=[op]))) for op in block.ops]
         self.ops = [op for ops in inner for op in ops]
         self.place = {id(op): n for n, ops in enumerate(inner) for op in ops}

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard import plan
 from autoshard.sharding.cost.constants import PASS_OPS, SOFTMAX_ROW
 from autoshard.sharding.cost.fusion import fuse
+from autoshard.sharding.cost.kernels import absorbed_reductions
 from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
 from autoshard.sharding.planner.bound_plan import bound_or_error
@@ -254,3 +255,24 @@ def test_reductions_of_a_partial_result_read_it_from_memory(stored):
     assert not alone.moves
     again = (1 if stored else 2) * 2 * rows * columns / 4 / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
     assert partial.time_us - alone.time_us == pytest.approx(again, rel=0.02)
+
+
+def test_a_long_chain_is_not_followed_from_each_reduction(monkeypatch):
+    """The steps grow with the number of reductions, not with its square."""
+    count, steps, dims_before = 8 * PASS_OPS, 0, absorbed_reductions.dims_before
+
+    def counted(*args):
+        nonlocal steps
+        steps += 1
+        return dims_before(*args)
+
+    def fn(x, w):
+        y, sums = x @ w, []
+        for _ in range(count):
+            y = jnp.sin(y)
+            sums.append(y.sum())
+        return sums
+
+    monkeypatch.setattr(absorbed_reductions, "dims_before", counted)
+    found = kernels(fn, *F32)
+    assert len(found) > count / 2 and 0 < steps <= count * PASS_OPS

@@ -14,20 +14,32 @@ WEIGHTS = jax.ShapeDtypeStruct((LAYERS, WIDTH, HIDDEN), jnp.float32)
 X = jax.ShapeDtypeStruct((ROWS, 8, WIDTH), jnp.float32)
 
 
-def step(host, kept):
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+def policy(host, kept):
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=kept,
         names_which_can_be_offloaded=host,
         offload_src="device",
         offload_dst="pinned_host",
     )
 
-    def layer(h, w):
-        h = checkpoint_name(h, "input")
-        return h + jnp.tanh(checkpoint_name(h @ w, "hidden")) @ w.T, None
 
+def mlp(h, w):
+    h = checkpoint_name(h, "input")
+    return h + jnp.tanh(checkpoint_name(h @ w, "hidden")) @ w.T, None
+
+
+def attention(h, w):
+    h, w = checkpoint_name(h, "input"), w.reshape(WIDTH, 8, HIDDEN // 8)
+    q = checkpoint_name(jnp.einsum("bsw,whd->bshd", h, w), "heads")
+    scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, q))
+    out = jnp.einsum("bhqk,bkhd->bqhd", scores, q)
+    return h + jnp.einsum("bqhd,whd->bqw", out, w), None
+
+
+def step(host, kept, layer=mlp):
     def loss(weights, x):
-        return (jax.lax.scan(jax.checkpoint(layer, policy=policy), x, weights)[0] ** 2).mean()
+        layers = jax.checkpoint(layer, policy=policy(host, kept))
+        return (jax.lax.scan(layers, x, weights)[0] ** 2).mean()
 
     def run(weights, x):
         value, gradient = jax.value_and_grad(loss)(weights, x)
@@ -36,8 +48,8 @@ def step(host, kept):
     return run
 
 
-def lowered(fn, target="v5e:2x4", words="dp:2 fsdp:4"):
-    made = autoshard.plan(fn, WEIGHTS, X, plan=words, target=target)
+def lowered(fn, target="v5e:2x4", words="dp:2 fsdp:4", args=(WEIGHTS, X), **how):
+    made = autoshard.plan(fn, *args, plan=words, target=target, **how)
     return bound_or_error(made.bound).executable.constrained_program(made.mesh)
 
 
@@ -66,9 +78,50 @@ def test_the_order_of_kept_values_is_given_beside_values_on_the_host(host, kept,
     assert ordered(jax.make_jaxpr(program)(WEIGHTS, X).jaxpr) == shapes
 
 
-def test_values_stay_the_same():
+@pytest.mark.parametrize("words", ["dp:8", "tp:8", "dp:2 cp:4"])
+def test_parameters_have_no_given_order_if_they_are_stored_as_they_are_used(words):
+    program = lowered(step(["input"], ["hidden"]), words=words)
+    (shape,) = ordered(jax.make_jaxpr(program)(WEIGHTS, X).jaxpr)
+    assert np.prod(shape) == ROWS * HIDDEN  # 1 of 8 shards of the kept value
+
+
+@pytest.mark.parametrize("words", ["dp:8", "fsdp:8", "dp:2 tp:4"])
+def test_values_with_heads_keep_the_order_that_the_compiler_chooses(words):
+    """Attention takes them with the heads before the positions."""
+    program = lowered(step(["input"], ["heads"], attention), words=words)
+    assert not ordered(jax.make_jaxpr(program)(WEIGHTS, X).jaxpr)
+
+
+def test_the_order_is_given_in_loops_that_gather_early():
+    """The loops of both passes gather the weights of the next layer."""
+
+    def fn(weights, x):
+        def layer(h, w):
+            h = checkpoint_name(h, "input")
+            h = h + jnp.tanh(checkpoint_name(h @ w["up"], "hidden")) @ w["down"]
+            return h + jnp.tanh(h @ w["square"]), None
+
+        def loss(weights):
+            layers = jax.checkpoint(layer, policy=policy(["input"], ["hidden"]))
+            return (jax.lax.scan(layers, x, weights)[0] ** 2).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    width, hidden, rows = 2048, 4096, 64
+    sizes = {"up": (width, hidden), "down": (hidden, width), "square": (width, width)}
+    weights = {name: jax.ShapeDtypeStruct((4, *size), jnp.float32) for name, size in sizes.items()}
+    x = jax.ShapeDtypeStruct((rows, 64, width), jnp.float32)
+    program = lowered(fn, words="fsdp:8", args=(weights, x), gather="prefetch")
+    jaxpr = jax.make_jaxpr(program)(*jax.tree.leaves((weights, x))).jaxpr
+    backward = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and eqn.params["reverse"]]
+    assert any(v.aval.shape == (width, hidden) for eqn in backward for v in eqn.invars)  # gathered for the first layer
+    assert ordered(jaxpr) == [(rows // 8, 64, hidden)]
+
+
+@pytest.mark.parametrize("words", ["dp:2 fsdp:4", "dp:8", "tp:8", "dp:2 cp:4", "fsdp:2 tp:2 cp:2"])
+def test_values_stay_the_same(words):
     fn = step(["input"], ["hidden"])
-    made = autoshard.plan(fn, WEIGHTS, X, plan="dp:2 fsdp:4", target="v5e:2x4")
+    made = autoshard.plan(fn, WEIGHTS, X, plan=words, target="v5e:2x4")
     program = bound_or_error(made.bound).executable.constrained_program(made.mesh)
     mesh = jax.make_mesh(made.mesh.axis_sizes, made.mesh.axis_names, axis_types=made.mesh.axis_types)
     keys = jax.random.split(jax.random.key(0))

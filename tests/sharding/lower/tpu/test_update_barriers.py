@@ -112,6 +112,11 @@ def test_each_gradient_is_joined_with_its_parameter_and_moments(optimizer, state
         assert takers <= {"sharding_constraint"}
 
 
+def test_a_jitted_step_has_the_barriers_of_the_step():
+    step, args = train_step(ADAM), shapes(ADAM)
+    assert [len(barriers(lowered(fn, args))) for fn in (step, jax.jit(step), jax.jit(jax.jit(step)))] == [4, 4, 4]
+
+
 def test_a_clipped_update_waits_for_the_clipped_gradient():
     """Otherwise the copies of the state are made before the gradients of the other layers are computed."""
     jaxpr = lowered(train_step(CLIPPED), shapes(CLIPPED))
@@ -198,6 +203,43 @@ def test_an_update_that_starts_before_its_gradient_has_no_barrier():
 
     one = jax.ShapeDtypeStruct((64, 64), "float32")
     assert not barriers(lowered(step, ((one, one), jax.ShapeDtypeStruct((4096, 64), "float32"))))
+
+
+@jax.jit
+def updated(w, gradient):
+    """An update, and its operands for metrics."""
+    return w - 0.1 * gradient, w, gradient
+
+
+@jax.custom_jvp
+def same(x):
+    return x
+
+
+same.defjvp(lambda primals, tangents: (same(*primals), tangents[0]))
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda w, gradient: updated(w, gradient),
+        lambda w, gradient: (w - 0.1 * gradient, same(w), same(gradient)),
+        lambda w, gradient: (same(w) - 0.1 * same(gradient), w, gradient),
+    ],
+)
+def test_operands_that_a_call_returns_wait_too(update):
+    """The values of such operands have two variables each."""
+
+    def step(w, x):
+        return update(w, jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w))
+
+    args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    jaxpr = lowered(step, args)
+    (found,) = barriers(jaxpr)
+    later = [eqn for eqn in jaxpr.eqns[jaxpr.eqns.index(found) :] if eqn.primitive.name in ("mul", "sub")]
+    assert later[-1].primitive.name == "sub"
+    taken = {v for eqn in later for v in eqn.invars if not hasattr(v, "val")}
+    assert taken.isdisjoint(found.invars) and len(taken.intersection(found.outvars)) == 2
 
 
 def test_the_platform_is_that_of_the_devices():
