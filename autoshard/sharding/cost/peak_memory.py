@@ -145,8 +145,11 @@ class MemoryModel:
             same = self.whole[one] == self.whole[other] and other in own
             return same and self.axes.of_value[one] == self.axes.of_value[other]
 
-        for v in overwritten(program, fusion, is_last, is_alike, fuses_reductions=self.on_gpu):
-            self.death[v] -= 1
+        found, early = overwritten(program, fusion, is_last, is_alike, on_gpu=self.on_gpu)
+        for v, op in found.items():
+            self.death[v] = self.point[id(op)] - 1
+        for v, op in early.items():
+            self.birth[v] = min(self.birth[v], self.point[id(op)])
 
     def _hand_over_carries(self, program: Program) -> None:
         """End the life of an initial carry before its loop, if nothing else takes it: the loop writes over it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from autoshard.sharding.cost.fusion import is_kernel
+from autoshard.sharding.cost.kernels.kernel_kinds import is_kernel
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.machines.constants import TPU_LANES
 from autoshard.sharding.program.operator_kinds import is_declared

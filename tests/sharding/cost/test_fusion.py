@@ -241,6 +241,34 @@ def test_a_residual_stream_is_written_once_per_layer():
     assert [read.count((B, D)) for _, read, _ in kernels] == [1] * 13  # two products a layer, and the first sum
 
 
+def step_of_layer(act, gated=False):
+    """The gradients of a layer of two products, or of three with a gate, whose loss is short."""
+
+    def loss(weights, x):
+        h = act(x @ weights["up"])
+        h = h * (x @ weights["gate"]) if gated else h
+        return jnp.mean((h @ weights["down"]) ** 2)
+
+    shapes = {"up": W, "gate": W, "down": V}
+    return jax.grad(loss, (0, 1)), shapes, X
+
+
+@pytest.mark.parametrize(("act", "gated", "large"), [
+    (jax.nn.relu, False, ["dot_general", "select_n"]),  # before the activation, and its gradient
+    (jax.nn.gelu, False, ["dot_general", "add_any"]),
+    (jax.nn.silu, False, ["dot_general", "add_any"]),
+    (lambda x: jax.nn.gelu(x, approximate=False), False, ["dot_general", "erfc", "add_any"]),
+    (jax.nn.silu, True, ["dot_general", "dot_general", "dot_general", "mul", "add_any"]),  # two of the gate
+])  # fmt: skip
+def test_tpus_write_what_an_activation_takes_and_compute_its_result_in_both_passes(act, gated, large):
+    """As compiled for v5e (libtpu 0.0.42.1), `benchmarks/peak_memory.py`."""
+    program = build(jax.make_jaxpr(step_of_layer(act, gated)[0])(*step_of_layer(act, gated)[1:]))
+    memory = fuse(program, fuses_operands=True).written
+    found = [op.name for op in program.ops() for v in op.results
+             if v in memory and not op.blocks and program.avals[v].shape == (B, F)]  # fmt: skip
+    assert sorted(found) == sorted(large)
+
+
 ACTIVATIONS = {
     "gelu": (jax.nn.gelu, {"tanh"}),
     "gelu by erf": (lambda x: jax.nn.gelu(x, approximate=False), {"erf", "erfc"}),
