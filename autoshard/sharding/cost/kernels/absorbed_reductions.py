@@ -161,10 +161,10 @@ class ReductionFinder:
     def reduces_whole_dims(self, value: int, dims: frozenset[int], product: Op) -> bool:
         """Whether these dimensions of a product's stored result are whole dimensions of the result itself."""
         (first,) = product.results
-        inside, todo = {first}, [first]  # the values on the chains of operators from the one result to the other
-        while todo:
-            for user in self.users[todo.pop()]:
-                todo += [v for v in user.results if v not in inside and v != value]
+        inside, todo = {first, value}, [first]  # the values on the chains of operators from the one result to the other
+        while todo and first != value:
+            for user in self.users.get(todo.pop(), ()):
+                todo += [v for v in user.results if v not in inside]
                 inside.update(user.results)
         reduced, todo = {value: dims}, [value]
         while todo:
