@@ -55,7 +55,15 @@ from autoshard.sharding.cost.constants import (
 )
 from autoshard.sharding.cost.kernels.absorbed_reductions import ABSORBING, ReductionFinder
 from autoshard.sharding.cost.kernels.kernel import Kernel
-from autoshard.sharding.cost.kernels.kernel_kinds import IN_PLACE, MOVES, SLICES, is_backward, is_kernel, reads_memory
+from autoshard.sharding.cost.kernels.kernel_kinds import (
+    IN_PLACE,
+    MOVES,
+    SLICES,
+    is_backward,
+    is_kernel,
+    is_rearranged,
+    reads_memory,
+)
 from autoshard.sharding.cost.kernels.sources import Sources
 from autoshard.sharding.cost.on_chip import on_chip_shares, short_lives
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
@@ -199,7 +207,7 @@ class _Finder:
                 self.shared.append(op)
         elif (
             products > 1
-            and self.products_in_one_pass(taken) > 1
+            and (self.products_in_one_pass(taken) > 1 or is_rearranged(op.results[0], self.maker))
             and not self.is_broadcast(op)
             and (products > convolutions or self.has_large_sources(op))
         ):

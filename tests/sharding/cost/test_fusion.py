@@ -309,3 +309,25 @@ def test_what_is_moved_to_the_host_or_back_is_in_the_memory_of_the_device():
         return len(fuse(build(jax.make_jaxpr(fn, static_argnums=1)(X, moves)), fuses_operands=True).on_chip)
 
     assert (on_chip(moves=True), on_chip(moves=False)) == (0, 2)
+
+
+@pytest.mark.parametrize(("arrange", "is_written"), [
+    (lambda x: x.reshape(8, 4, 2, 4, 2, 3).transpose(0, 1, 3, 2, 4, 5).reshape(8, 16, 12), True),  # patches
+    (lambda x: x.reshape(8, 4, 2, 4, 2, 3).transpose(0, 1, 2, 3, 4, 5).reshape(8, 16, 12), False),  # in their order
+    (lambda x: x.reshape(8, 4, 2, 8, 3).transpose(0, 2, 1, 3, 4).reshape(8, 16, 12), True),  # parts of one dimension
+    (lambda x: x.reshape(8, 4, 2, 8, 3).transpose(0, 3, 1, 2, 4).reshape(8, 8, 24), False),  # which are joined again
+    (lambda x: x.reshape(8, 4, 2, 8, 3).transpose(0, 3, 1, 4, 2).reshape(8, 32, 6), True),  # with another dimension
+    (lambda x: x.transpose(0, 2, 1, 3).reshape(8, 16, 12), False),  # XLA can store the image in this order
+    (lambda x: x.reshape(8, 16, 12), False),
+])  # fmt: skip
+def test_patches_of_images_are_written_once_in_16_bits_for_the_products_of_both_passes(arrange, is_written):
+    def loss(w, x):
+        return jnp.mean(jnp.sin(arrange(x).astype("bfloat16") @ w) ** 2)
+
+    x = jax.ShapeDtypeStruct((8, 8, 8, 3), "float32")
+    shapes = jax.ShapeDtypeStruct((jax.eval_shape(arrange, x).shape[-1], 80), "bfloat16"), x
+    program = build(jax.make_jaxpr(jax.grad(loss))(*shapes))
+    memory = fuse(program, fuses_operands=True).written
+    found = [str(program.avals[v].dtype) for op in program.ops() for v in op.results
+             if v in memory and program.avals[v].size == x.size]  # fmt: skip
+    assert found == ["bfloat16"] * is_written
