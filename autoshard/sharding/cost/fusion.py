@@ -11,12 +11,14 @@ On TPU a contraction computes its elementwise operands itself. A value that seve
 written once, in 16 bits, because at JAX's default precision products read only 16 bits. A product of the backward pass
 that takes an operand of the forward pass, such as a norm, computes it again (`PASS_OPS`). A convolution also computes
 an operand again if the operand's sources are not larger than one activation (a norm and `relu` after a convolution).
+Patches of images are written once for the products of both passes (`is_rearranged`).
 
 A contraction also computes the single chain of elementwise operators that takes its result, up to a value that is
-written. Only this value is written, not the result itself. A loop ends the chain. If the chain reaches no such value,
-the result of the contraction is written. There is one exception: a chain that computes in a wider type, and reads only
-masks and what is broadcast from little data, writes its last value. An example is scores in float32 with a mask or a
-bias. On other platforms contractions read their operands from memory.
+written; on TPU also chains that all lead to one such value, as in the gradient of gelu. Only this value is written, not
+the result itself. A loop ends the chain. If the chain reaches no such value, the result of the contraction is written.
+There is one exception: a chain that computes in a wider type, and reads only masks and what is broadcast from little
+data, writes its last value. An example is scores in float32 with a mask or a bias. On other platforms contractions read
+their operands from memory.
 
 A contraction's kernel also computes reductions of what it writes, such as the maximum of scores
 (`kernels/absorbed_reductions.py`).
@@ -25,7 +27,7 @@ Elementwise kernels of one block are one kernel if they read the same value of t
 the parameter of an optimizer's update. A value with several users is written if its sources have at least twice its
 bytes (a residual stream), unless a function of it alone, such as its `relu`, is written for products. A value that is
 broadcast from little data (a mask) is computed again in every kernel, and on TPU in every loop; elsewhere an operand of
-a loop is written. On GPUs the result of a slow function that both passes need, such as the `tanh` of a gelu, is written
+a loop is written. The result of a slow function that both passes need, such as the `tanh` of a gelu on GPUs, is written
 (`SLOW_OPS`), and a value that one kernel needs several times is not. A slice is read without the rest of its operand.
 An update in place costs the bytes of the update. A scatter into zeros writes all of its result first. Moves to host
 memory and back write their results. On TPU two more operators are kernels of their own (`is_strided_move`), such as
