@@ -69,6 +69,11 @@ CASES: Sequence[tuple[str, str, str, Sequence[str]]] = (
     ("plain-moe", "none", FSDP, ("v5e:2x4", "h100:1x8")),
     ("plain-residual", "none", FSDP, ("v5e:2x4", "h100:1x8")),
     ("plain-residual", "full", FSDP, ("v6e:2x4",)),
+    *(
+        (f"plain-{name}", remat, "dp:4", ("v5e:2x2",))
+        for remat, names in (("none", ("gelu", "silu", "swiglu", "erf")), ("full", ("gelu", "swiglu", "erf")))
+        for name in names
+    ),
     ("llama3-8b", "full", FSDP, ("v6e:2x4", "v5p:2x2x2", "h100:1x8")),
     ("llama3-8b-small", "full", FSDP, ("v5e:2x4",)),
     ("gpt-1.3b", "dots", FSDP, ("v5e:2x4", "h100:1x8")),

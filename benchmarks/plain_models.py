@@ -155,7 +155,36 @@ def residual(remat: str, rows: int = 512, layers: int = 6) -> Made:
     return _step(loss, params, (images, jax.ShapeDtypeStruct((rows,), jnp.int32)))
 
 
-PLAIN: Mapping[str, Callable[..., Made]] = {f.__name__: f for f in (llama, gpt, vit, moe, residual)}
+def perceptron(
+    remat: str, rows: int = 131_072, layers: int = 4, *, act: Callable[[Any], Any] = jax.nn.relu, gated: bool = False
+) -> Made:
+    """Residual layers of two products with an activation, or of three with a gate; the layers are a Python loop."""
+    width, hidden = 1024, 4096
+    layer = {"norm": (width,), "up": (width, hidden), "down": (hidden, width)}
+    layer |= {"gate": (width, hidden)} if gated else {}
+
+    def block(x: Any, w: Any) -> Any:
+        w = jax.tree.map(lambda a: a.astype(COMPUTE), w)
+        y = _layer_norm(x, w["norm"])
+        h = act(y @ w["up"])
+        h = h * (y @ w["gate"]) if gated else h
+        return x + h @ w["down"]
+
+    def loss(params: Any, x: Any) -> Any:
+        for w in params:
+            x = (jax.checkpoint(block) if remat == "full" else block)(x, w)
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    return _step(loss, _arrays([layer] * layers), (jax.ShapeDtypeStruct((rows, width), COMPUTE),))
+
+
+PLAIN: Mapping[str, Callable[..., Made]] = {f.__name__: f for f in (llama, gpt, vit, moe, residual)} | {
+    "relu": perceptron,
+    "gelu": functools.partial(perceptron, act=jax.nn.gelu),
+    "erf": functools.partial(perceptron, act=functools.partial(jax.nn.gelu, approximate=False)),
+    "silu": functools.partial(perceptron, act=jax.nn.silu),
+    "swiglu": functools.partial(perceptron, act=jax.nn.silu, gated=True),
+}
 
 
 def _step(loss: Callable[..., Any], params: Any, batch: tuple[Any, ...]) -> Made:

@@ -11,12 +11,14 @@ On TPU a contraction computes its elementwise operands itself. A value that seve
 written once, in 16 bits, because at JAX's default precision products read only 16 bits. A product of the backward pass
 that takes an operand of the forward pass, such as a norm, computes it again (`PASS_OPS`). A convolution also computes
 an operand again if the operand's sources are not larger than one activation (a norm and `relu` after a convolution).
+Patches of images are written once for the products of both passes (`is_rearranged`).
 
 A contraction also computes the single chain of elementwise operators that takes its result, up to a value that is
-written. Only this value is written, not the result itself. A loop ends the chain. If the chain reaches no such value,
-the result of the contraction is written. There is one exception: a chain that computes in a wider type, and reads only
-masks and what is broadcast from little data, writes its last value. An example is scores in float32 with a mask or a
-bias. On other platforms contractions read their operands from memory.
+written; on TPU also chains that all lead to one such value, as in the gradient of gelu. Only this value is written, not
+the result itself. A loop ends the chain. If the chain reaches no such value, the result of the contraction is written.
+There is one exception: a chain that computes in a wider type, and reads only masks and what is broadcast from little
+data, writes its last value. An example is scores in float32 with a mask or a bias. On other platforms contractions read
+their operands from memory.
 
 A contraction's kernel also computes reductions of what it writes, such as the maximum of scores
 (`kernels/absorbed_reductions.py`).
@@ -25,7 +27,7 @@ Elementwise kernels of one block are one kernel if they read the same value of t
 the parameter of an optimizer's update. A value with several users is written if its sources have at least twice its
 bytes (a residual stream), unless a function of it alone, such as its `relu`, is written for products. A value that is
 broadcast from little data (a mask) is computed again in every kernel, and on TPU in every loop; elsewhere an operand of
-a loop is written. On GPUs the result of a slow function that both passes need, such as the `tanh` of a gelu, is written
+a loop is written. The result of a slow function that both passes need, such as the `tanh` of a gelu on GPUs, is written
 (`SLOW_OPS`), and a value that one kernel needs several times is not. A slice is read without the rest of its operand.
 An update in place costs the bytes of the update. A scatter into zeros writes all of its result first. Moves to host
 memory and back write their results. On TPU two more operators are kernels of their own (`is_strided_move`), such as
@@ -55,38 +57,26 @@ from autoshard.sharding.cost.constants import (
 )
 from autoshard.sharding.cost.kernels.absorbed_reductions import ABSORBING, ReductionFinder
 from autoshard.sharding.cost.kernels.kernel import Kernel
+from autoshard.sharding.cost.kernels.kernel_kinds import (
+    IN_PLACE,
+    MOVES,
+    SLICES,
+    is_backward,
+    is_kernel,
+    is_rearranged,
+    reads_memory,
+)
 from autoshard.sharding.cost.kernels.sources import Sources
 from autoshard.sharding.cost.on_chip import on_chip_shares, short_lives
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
-from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.sharding.program.operator_kinds import (
     CONTRACTIONS,
     CONVOLUTION,
-    decodes,
-    is_decision_point,
-    is_declared,
     is_strided_move,
 )
-from autoshard.spmdrules.families.stages import layer_p, read_p, write_p
+from autoshard.spmdrules.families.stages import read_p
 from autoshard.spmdrules.families.weight_gathers import AROUND_LOOPS
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined, users_of
-
-_SLICES = ("slice", "dynamic_slice", layer_p.name)
-_IN_PLACE = ("dynamic_update_slice", "sliced_slots", write_p.name)
-_MOVES = ("convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "reduce_precision")
-_WHOLE = (
-    "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "cholesky", "triangular_solve", "lu", "qr", "eigh",
-    "svd", "pallas_call", "custom_call", "ffi_call", "rng_bit_generator", "select_and_scatter_add",
-)  # fmt: skip
-
-
-def is_kernel(op: Op) -> bool:
-    """Whether an operator is a kernel of its own, not part of the kernels that take its result."""
-    if op.rule is None or op.name in _SLICES:
-        return False
-    if decodes(op):  # compilers decode codes in the kernels that read the weight
-        return False
-    return is_decision_point(op) or op.name in _WHOLE or op.name in _IN_PLACE or is_host_transfer(op)
 
 
 @shown
@@ -112,12 +102,6 @@ class Fusion:
     rounded: frozenset[int] = frozenset()
 
 
-def reads_memory(user: Op) -> bool:
-    """Whether an operator reads its operands from memory in any case."""
-    reads = user.name in _WHOLE or user.name in ("gather", "scatter", "scatter-add")
-    return bool(user.blocks) or reads or is_declared(user) or is_host_transfer(user)
-
-
 def fuse(
     program: Program,
     fuses_operands: bool,
@@ -130,8 +114,7 @@ def fuse(
     Args:
         program: the program.
         fuses_operands: whether contractions compute their elementwise operands (TPU).
-        on_gpu: whether the results of `SLOW_OPS` that both passes need are written, and values that one kernel needs
-            several times are not.
+        on_gpu: whether the results of `SLOW_OPS` are written only if both passes need them.
         views: values that are another value under another shape (`reused_buffers.views`). They are not written.
         sums: sums over the batch (`Roles.gradients`). They are summed over devices before anything else is computed, so
             that their products absorb no reductions.
@@ -146,6 +129,7 @@ class _Finder:
     ):
         self.program, self.fuses_operands, self.on_gpu = program, fuses_operands, on_gpu
         self.views, self.sums = views, sums
+        self.slow_ops = SLOW_OPS["gpu" if on_gpu else "tpu" if fuses_operands else ""]
         self.is_strided_move = is_strided_move if fuses_operands else lambda _: False
         self.kernels: dict[int, Kernel] = {}
         self.narrow: dict[int, float] = {}
@@ -173,18 +157,17 @@ class _Finder:
         self.when = {id(op): number for number, op in enumerate(ops)}
         self.kernel_ids.update(id(op) for op in ops if is_kernel(op) or self.is_strided_move(op))
         for op in ops:
-            if op.blocks or id(op) in self.kernel_ids or op.name in _SLICES or not outputs.isdisjoint(op.results):
+            if op.blocks or id(op) in self.kernel_ids or op.name in SLICES or not outputs.isdisjoint(op.results):
                 self.memory.update(op.results)
             elif op.rule is not None:
                 self.note_written(op, users)
-        if self.on_gpu:
-            for op in reversed(self.shared):
-                if len({*self.kernels_of(op, users)}) == 1:
-                    self.memory.difference_update(op.results)
-            for op in ops:
-                if op.name in SLOW_OPS and (places := self.kernels_of(op, users)):
-                    self.memory.update(op.results if max(places) - min(places) > PASS_OPS else ())
-            self.sources.clear()
+        for op in reversed(self.shared) if self.on_gpu or self.fuses_operands else ():
+            if len({*map(id, self.kernels_of(op, users))}) == 1:
+                self.memory.difference_update(op.results)
+        for op in ops:
+            if op.name in self.slow_ops and self.is_needed_twice(op, users):
+                self.memory.update(op.results)
+        self.sources.clear()
         self.shared.clear()
         loops = dict(zip(map(id, ops), itertools.accumulate(bool(op.blocks) for op in ops), strict=True))
         for op in ops:
@@ -199,7 +182,7 @@ class _Finder:
             if id(op) in self.kernel_ids:
                 if op.name not in AROUND_LOOPS and id(op) not in absorbed:  # these are no kernels
                     self.kernels[id(op)] = self.make_kernel(op)
-            elif op.rule is not None and op.name not in _SLICES and id(op) not in self.chain_end_ids:
+            elif op.rule is not None and op.name not in SLICES and id(op) not in self.chain_end_ids:
                 stores += [op] if any(v in self.memory for v in op.results) else []
         stored = {v for op in ops for v in op.results}.intersection(self.memory) - outputs
         sizes = {v: nbytes(self.program.avals[v]) * self.narrow.get(v, 1.0) for v in stored}
@@ -220,13 +203,13 @@ class _Finder:
         if reads or (products and not self.fuses_operands):
             if not self.is_broadcast(op) or (self.is_mask(op) and any(u.blocks for u in taken)):
                 self.memory.update(op.results)
-        elif len(taken) > 1 and self.has_large_sources(op):
+        elif len(taken) > 1 and self.has_large_sources(op) and not self.is_computed_by_passes(taken):
             if not any(self.is_written_instead(u, op, users) for u in taken):
                 self.memory.update(op.results)
                 self.shared.append(op)
         elif (
             products > 1
-            and self.products_in_one_pass(taken) > 1
+            and (self.products_in_one_pass(taken) > 1 or is_rearranged(op.results[0], self.maker))
             and not self.is_broadcast(op)
             and (products > convolutions or self.has_large_sources(op))
         ):
@@ -243,24 +226,41 @@ class _Finder:
                 return True
         return False
 
-    def kernels_of(self, op: Op, users: Mapping[int, Sequence[Op]]) -> list[int]:
-        """Return the places in the block of the kernels that need a result of an elementwise operator."""
-        todo, seen, found = [*op.results], set(), []
+    def kernels_of(self, op: Op, users: Mapping[int, Sequence[Op]]) -> list[Op]:
+        """Return the operators of the block that are kernels, or are written, and need a result of an operator."""
+        todo, seen, found = [*op.results], set[int](), list[Op]()
         while todo:
             for user in users.get(todo.pop(), ()):
                 if id(user) in seen:
                     continue
                 seen.add(id(user))
                 if user.blocks or id(user) in self.kernel_ids or not self.memory.isdisjoint(user.results):
-                    found.append(self.when[id(user)])
+                    found.append(user)
                 else:
                     todo += user.results
         return found
 
+    def is_needed_twice(self, op: Op, users: Mapping[int, Sequence[Op]]) -> bool:
+        """Whether several kernels need a result of an elementwise operator; on GPUs, those of both passes."""
+        kernels = self.kernels_of(op, users)
+        if self.on_gpu:
+            places = [self.when[id(each)] for each in kernels]
+            return bool(places) and max(places) - min(places) > PASS_OPS
+        return len({*map(id, kernels)}) > 1
+
     def products_in_one_pass(self, taken: Sequence[Op]) -> int:
-        """Return the largest number of products that take a value within `PASS_OPS` operators: those of one pass."""
-        when = sorted(self.when[id(u)] for u in taken if u.name in CONTRACTIONS)
-        return max((bisect_right(when, first + PASS_OPS) - n for n, first in enumerate(when)), default=0)
+        """Return the largest number of products of one pass that take a value within `PASS_OPS` operators."""
+        most, products = 0, [u for u in taken if u.name in CONTRACTIONS]
+        backward = [self.fuses_operands and is_backward(u) for u in products]
+        for one in {*backward}:
+            when = sorted(self.when[id(u)] for u, other in zip(products, backward, strict=True) if other == one)
+            most = max([most, *(bisect_right(when, first + PASS_OPS) - n for n, first in enumerate(when))])
+        return most
+
+    def is_computed_by_passes(self, taken: Sequence[Op]) -> bool:
+        """Whether only products take a value, and at most one in each pass: each computes it (TPU)."""
+        only_products = all(u.name in CONTRACTIONS and u.name != CONVOLUTION for u in taken)
+        return self.fuses_operands and only_products and self.products_in_one_pass(taken) <= 1
 
     def is_written_instead(self, user: Op, op: Op, users: Mapping[int, Sequence[Op]]) -> bool:
         """Whether a user of this result alone, such as `relu`, is written for products. XLA does not write both."""
@@ -305,18 +305,14 @@ class _Finder:
         """
         (first,) = op.results
         value, computes, widens = first, False, self.fuses_operands
-        while len(taken := users.get(value, ())) == 1:
-            (user,) = taken
-            if user.blocks or id(user) in self.kernel_ids:
-                break
-            if loops[id(user)] != loops[id(op)]:
-                break
-            if user.rule is None or [v.aval.size for v in user.eqn.outvars] != [op.eqn.outvars[0].aval.size]:
+        while taken := users.get(value, ()):
+            user = taken[0] if len(taken) == 1 else self.joined_end(value, op, users, loops)
+            if user is None or not self.continues(op, user, loops):
                 break
             widens = widens and all(self.is_constant_or_little(v, user) for v in user.operands if v != value)
             value = user.results[0]
             is_wider = itemsize(self.program.avals[value]) > itemsize(op.eqn.outvars[0].aval)
-            computes = computes or (is_wider and user.name not in _MOVES)
+            computes = computes or (is_wider and user.name not in MOVES)
             if value in self.memory:
                 if self.fuses_operands and id(user) not in self.chain_end_ids:
                     self.memory.discard(first)
@@ -345,9 +341,31 @@ class _Finder:
         self.sources.clear()
         return {id(op) for reductions in found.reductions.values() for op in reductions}
 
+    def continues(self, op: Op, user: Op, loops: Mapping[int, int]) -> bool:
+        """Whether an operator can be in the chain of a contraction."""
+        if user.blocks or id(user) in self.kernel_ids or user.rule is None or loops[id(user)] != loops[id(op)]:
+            return False
+        return [v.aval.size for v in user.eqn.outvars] == [op.eqn.outvars[0].aval.size]
+
+    def joined_end(self, value: int, op: Op, users: Mapping[int, Sequence[Op]], loops: Mapping[int, int]) -> Op | None:
+        """Return the only written value to which all chains from a value lead, as in the gradient of gelu (TPU)."""
+        todo, seen, ends = [value], set[int](), list[Op]()
+        while todo and self.fuses_operands:
+            for user in users.get(todo.pop(), ()):
+                if id(user) in seen:
+                    continue
+                seen.add(id(user))
+                if not self.continues(op, user, loops):
+                    return None
+                if self.memory.isdisjoint(user.results):
+                    todo += user.results
+                else:
+                    ends.append(user)
+        return ends[0] if len(ends) == 1 else None
+
     def make_kernel(self, op: Op) -> Kernel:
         operands, writes = op.operands, op.results
-        if op.name in _IN_PLACE:
+        if op.name in IN_PLACE:
             operands = writes = op.operands[1:2]
         elif op.name in ("gather", read_p.name, "slice"):
             operands = (*op.operands[1:], *op.results)  # it reads as many rows as it returns

@@ -14,9 +14,9 @@ parameters have a transposed copy (`gathers.transposed_stacks`). On TPUs, parame
 update are held until the end (`gathers.gathered_updates`), and gathered nodes of a graph stay whole
 (`gathers.whole_rows`). Values in host memory take no memory of the device (`host_bytes`); there, a loop moves each
 slice of a stack straight into the stack or out of it. Arrays that the function closes over are constants, which every
-device holds whole. On a TPU an activation is stored in tiles of 128 elements
-along one of its dimensions, the one with the least padding; the result of a declared operator, along its last one
-(`tiles`).
+device holds whole. On a TPU an activation is stored in tiles of 128 elements along one of its dimensions, the one
+with the least padding; an operand of a product, along none of the product's batch; the result of a declared operator,
+along its last one (`tiles`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from autoshard.sharding.cost.gathers.gathered_updates import gathered_updates, u
 from autoshard.sharding.cost.gathers.transposed_stacks import stack_uses, transposed_stacks
 from autoshard.sharding.cost.gathers.whole_rows import kept_whole, rows_of_gathers
 from autoshard.sharding.cost.reused_buffers import cast_stacks, overwritten, parts_of_stacks, scattered_into_sums
-from autoshard.sharding.cost.tiles import row_major_values, row_padding
+from autoshard.sharding.cost.tiles import batches_of_products, row_major_values, row_padding, tile_padding
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import operand_spec, spec_function
+from autoshard.sharding.layout.operator_sharding import spec_function
 from autoshard.sharding.machines.constants import TPU_LANES
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.host_memory import fetched_slices
@@ -128,11 +128,26 @@ class MemoryModel:
             for v, loop in fetched.items()
             if self.written[v]
         ]
-        tiled = row_major_values(program) if self.is_tiled else ()
-        self.row_major = [v for v in temporaries.tolist() if v in tiled and program.avals[v].shape]
+        # Value -> the dimensions that can have tiles, if not all can.
+        self.tiled = self._tiled_dims(program, temporaries.tolist()) if self.is_tiled else {}
         self._classes: dict[frozenset[int], ValueClasses] = {}
         self._spec_functions: dict[int, Callable[[Layout, int], Spec]] = {}
-        self._row_major: dict[int, list[tuple[int, np.ndarray]]] = {}  # by the `id` of the classes
+        self._alike: dict[int, list[tuple[tuple[int, ...], np.ndarray]]] = {}  # by the `id` of the classes
+
+    def _tiled_dims(self, program: Program, values: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return the dimensions that can have tiles, for the values of which not all can."""
+        row_major, batches = (
+            row_major_values(program),
+            batches_of_products(program, {*np.flatnonzero(self.written).tolist()}),
+        )
+        found = {}
+        for v in values:
+            dims = range(len(program.avals[v].shape))
+            if dims and v in row_major:
+                found[v] = (dims[-1],)
+            elif v in batches and self.roles.have_rows(self.axes.of_value[v]):
+                found[v] = tuple(d for d in dims if d not in batches[v])
+        return found
 
     def _free_overwritten(self, program: Program, fusion: Fusion) -> None:
         """End the lives of values over which a result is written before the operator that writes it."""
@@ -145,8 +160,11 @@ class MemoryModel:
             same = self.whole[one] == self.whole[other] and other in own
             return same and self.axes.of_value[one] == self.axes.of_value[other]
 
-        for v in overwritten(program, fusion, is_last, is_alike, fuses_reductions=self.on_gpu):
-            self.death[v] -= 1
+        found, early = overwritten(program, fusion, is_last, is_alike, on_gpu=self.on_gpu)
+        for v, op in found.items():
+            self.death[v] = self.point[id(op)] - 1
+        for v, op in early.items():
+            self.birth[v] = min(self.birth[v], self.point[id(op)])
 
     def _hand_over_carries(self, program: Program) -> None:
         """End the life of an initial carry before its loop, if nothing else takes it: the loop writes over it."""
@@ -282,24 +300,22 @@ class MemoryModel:
         fractions = np.array([self._fraction(layout, v) for v in classes.examples])
         local = np.zeros_like(self.whole)
         local[classes.values] = self.whole[classes.values] * fractions[classes.numbers]
-        for example, values in self._row_major_of(classes):
-            spec, shape = operand_spec(layout, example), self.axes.program.avals[example].shape
-            rows = shape[-1] // layout.shard_count(spec[-1])
-            local[values] = self.whole[values] / layout.shard_count(axes_of(spec)) * row_padding(rows)
+        for dims, values in self._alike_of(classes):
+            local[values] = self.whole[values] * self._fraction(layout, int(values[0]), dims)
         for v, source in self.gathered_inputs.items():
             if layout.stored_spec(source) == layout.spec(v):  # nothing is gathered
                 local[v] = 0.0
         return local
 
-    def _row_major_of(self, classes: ValueClasses) -> list[tuple[int, np.ndarray]]:
-        """Return the values that are stored row by row: the first of each class, and all of it."""
-        found = self._row_major.get(id(classes))
+    def _alike_of(self, classes: ValueClasses) -> list[tuple[tuple[int, ...], np.ndarray]]:
+        """Return the values of which not all dimensions can have tiles: the others, and the alike values of a class."""
+        found = self._alike.get(id(classes))
         if found is None:
             numbers = dict(zip(classes.values.tolist(), classes.numbers.tolist(), strict=True))
-            alike: dict[int, list[int]] = {}
-            for v in self.row_major:
-                alike.setdefault(numbers[v], []).append(v)
-            found = self._row_major[id(classes)] = [(vs[0], np.array(vs)) for vs in alike.values()]
+            alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+            for v, dims in self.tiled.items():
+                alike.setdefault((numbers[v], dims), []).append(v)
+            found = self._alike[id(classes)] = [(dims, np.array(values)) for (_, dims), values in alike.items()]
         return found
 
     def _spec_function(self, value: int) -> Callable[[Layout, int], Spec]:
@@ -307,16 +323,24 @@ class MemoryModel:
             self._spec_functions[value] = spec_function(self.axes, self.roles, value)
         return self._spec_functions[value]
 
-    def _fraction(self, layout: Layout, value: int) -> float:
-        """Return the bytes of a value on one device as a fraction of the whole, with padding."""
+    def _fraction(self, layout: Layout, value: int, tiled: Sequence[int] | None = None) -> float:
+        """Return the bytes of a value on one device as a fraction of the whole, with padding.
+
+        Args:
+            layout: the layout.
+            value: the value.
+            tiled: the dimensions that can have tiles. Default: all, if the value has the batch.
+        """
         spec, shape = self._spec_function(value)(layout, value), self.axes.program.avals[value].shape
         fraction = 1 / shard_count(spec, layout.mesh)
-        if not self.is_tiled or not self.roles.have_rows(self.axes.of_value[value]):
+        if not self.is_tiled or (tiled is None and not self.roles.have_rows(self.axes.of_value[value])):
             return fraction  # XLA may merge the dimensions of weights
+        if tiled is not None:
+            return fraction * tile_padding([shape[d] // layout.shard_count(spec[d]) for d in tiled])
         if any(not axes and n % TPU_LANES == 0 for n, axes in zip(shape, spec, strict=True)):
             return fraction
         local = [n // layout.shard_count(axes) for n, axes in zip(shape, spec, strict=True)]
-        return fraction * min((-(-n // TPU_LANES) * TPU_LANES / n for n in local if n), default=1.0)
+        return fraction * min((row_padding(n) for n in local if n), default=1.0)
 
     def classes_of(self, layout: Layout) -> ValueClasses:
         """Return the classes of the values in `sized`."""

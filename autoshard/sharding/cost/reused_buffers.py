@@ -15,11 +15,12 @@ not two; the gradient of its logits is in the place of the logits; and stacks of
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Set
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.cost.fusion import Fusion, is_kernel, reads_memory
+from autoshard.sharding.cost.fusion import Fusion
+from autoshard.sharding.cost.kernels.kernel_kinds import is_kernel, reads_memory
 from autoshard.sharding.program.array_sizes import itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Op, Program, inlined, walk
@@ -95,32 +96,64 @@ def overwritten(
     is_last: Callable[[int, Op], bool],
     is_alike: Callable[[int, int], bool],
     *,
-    fuses_reductions: bool,
-) -> frozenset[int]:
-    """Return the values over which the result of their last user is written.
+    on_gpu: bool,
+) -> tuple[dict[int, Op], dict[int, Op]]:
+    """Return the values over which a result of their last kernel is written, and the operator at which that happens.
+
+    Also return the results that a kernel with several results writes before their own operators, and the operator at
+    which it does.
 
     Args:
         program: the program.
         fusion: its kernels.
         is_last: whether an operator is the last one that needs a value.
         is_alike: whether two values have the same bytes and are sharded alike.
-        fuses_reductions: whether a kernel also computes a reduction that only it takes, as of a softmax (GPU). Such a
-            kernel reads a row as a whole and writes over nothing.
+        on_gpu: whether a kernel also computes a reduction that only it takes, as of a softmax. Such a kernel reads a
+            row as a whole and writes over nothing. Elsewhere, a kernel with several results runs at its first operator.
     """
-    found: set[int] = set()
-    own = _reduced_for_one(fusion) if fuses_reductions else frozenset()
-    maker = {v: op for op in program.ops() for v in op.results if not op.blocks}
-    for op in program.ops():
+    found: dict[int, Op] = {}
+    early: dict[int, Op] = {}
+    own = _reduced_for_one(fusion) if on_gpu else frozenset()
+    ops = list(program.ops())
+    maker = {v: op for op in ops for v in op.results if not op.blocks}
+    place = {id(op): n for n, op in enumerate(ops)}
+    readers = defaultdict[int, list[int]](list)
+    for number, kernel in fusion.kernels.items():
+        for v in kernel.reads:
+            readers[v].append(place[number])
+    for op in ops:
         kernel = fusion.kernels.get(id(op))
-        if kernel is None or not _is_elementwise(op) or own & {*kernel.reads}:
+        if kernel is None or own & {*kernel.reads}:
             continue
-        free = [v for v in kernel.reads if v not in found and is_last(v, op)]
+        if op.name in CONTRACTIONS and {*kernel.writes}.isdisjoint(op.results) and not _is_rematerialized(op):
+            at = last = maker[kernel.writes[0]]  # the end of the chain of elementwise operators that it computes
+        elif _is_elementwise(op):
+            at = last = op
+            known = all(v not in maker or place[id(maker[v])] < place[id(op)] for v in kernel.reads)
+            if not on_gpu and len(kernel.writes) > 1 and known:  # it can run at its first operator
+                last = max((maker[v] for v in kernel.writes), key=lambda one: place[id(one)])
+        else:
+            continue
+        free = [
+            v for v in kernel.reads
+            if v not in found and is_last(v, last) and (at is last or max(readers[v]) <= place[id(at)])
+        ]  # fmt: skip
         for result in kernel.writes:
             alike = (v for v in free if is_alike(v, result) and _reaches_in_place(v, maker[result], maker, fusion))
             if (v := next(alike, None)) is not None:
-                found.add(v)
+                found[v] = at
                 free.remove(v)
-    return frozenset(found)
+                early.update((each, at) for each in kernel.writes if at is not last)
+    return found, early
+
+
+def _is_rematerialized(op: Op) -> bool:
+    """Whether an operator is in a function under `jax.checkpoint`.
+
+    XLA:TPU computes gradients of weights later there, and the recomputed activation is needed until then. Compiled for
+    v5e (libtpu 0.0.42.1), a layer with gelu holds the activation before gelu and its gradient at the same time.
+    """
+    return any(each.primitive.name == "remat2" for each in op.around)
 
 
 def _reaches_in_place(value: int, op: Op, maker: Mapping[int, Op], fusion: Fusion) -> bool:
@@ -131,7 +164,7 @@ def _reaches_in_place(value: int, op: Op, maker: Mapping[int, Op], fusion: Fusio
     todo, seen, size = [op], {id(op)}, op.eqn.outvars[0].aval.size
     while todo:
         one = todo.pop()
-        if one.name in _REORDERS or one.eqn.outvars[0].aval.size != size:
+        if one.name in _REORDERS or one.name in CONTRACTIONS or one.eqn.outvars[0].aval.size != size:
             if _depends_on(value, one, maker, fusion):
                 return False
             continue

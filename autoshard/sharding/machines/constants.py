@@ -39,6 +39,10 @@ GPU_TILE = 64
 # Elements of a tile along the minor dimension of an array in a TPU's memory: the lanes of its vector registers.
 TPU_LANES = 128
 
+# Elements of a tile along the second dimension: the sublanes. Arrays with fewer elements there have smaller tiles, of a
+# power of two. Source: the layouts of arrays compiled for v5e (libtpu 0.0.42.1), such as `{2,3,1,0:T(8,128)}`.
+TPU_SUBLANES = 8
+
 # Passes of a TPU's matrix unit over bfloat16 parts of 32-bit operands, by the name of a `jax.lax.Precision`. At default
 # precision it takes one pass. Source: JAX's documentation of `Precision` (3 and 6 products of parts).
 PRECISION_PASSES = {"high": 3, "highest": 6}

@@ -57,7 +57,7 @@ def test_the_size_of_each_value_is_that_of_its_own_shard(strategy, is_fixed):
     for v in model.sized:
         shard_count = chosen.shard_count(a for dim in operand_spec(chosen, v) for a in dim)
         size = nbytes(problem().program.avals[v]) * problem().cost.fusion.narrow.get(v, 1.0)
-        assert local[v] == pytest.approx(size * model._fraction(chosen, v), rel=1e-12)
+        assert local[v] == pytest.approx(size * model._fraction(chosen, v, model.tiled.get(v)), rel=1e-12)
         assert local[v] >= size / shard_count * (1 - 1e-12)  # more if tiles pad it
 
 

@@ -241,6 +241,34 @@ def test_a_residual_stream_is_written_once_per_layer():
     assert [read.count((B, D)) for _, read, _ in kernels] == [1] * 13  # two products a layer, and the first sum
 
 
+def step_of_layer(act, gated=False):
+    """The gradients of a layer of two products, or of three with a gate, whose loss is short."""
+
+    def loss(weights, x):
+        h = act(x @ weights["up"])
+        h = h * (x @ weights["gate"]) if gated else h
+        return jnp.mean((h @ weights["down"]) ** 2)
+
+    shapes = {"up": W, "gate": W, "down": V}
+    return jax.grad(loss, (0, 1)), shapes, X
+
+
+@pytest.mark.parametrize(("act", "gated", "large"), [
+    (jax.nn.relu, False, ["dot_general", "select_n"]),  # before the activation, and its gradient
+    (jax.nn.gelu, False, ["dot_general", "add_any"]),
+    (jax.nn.silu, False, ["dot_general", "add_any"]),
+    (lambda x: jax.nn.gelu(x, approximate=False), False, ["dot_general", "erfc", "add_any"]),
+    (jax.nn.silu, True, ["dot_general", "dot_general", "dot_general", "mul", "add_any"]),  # two of the gate
+])  # fmt: skip
+def test_tpus_write_what_an_activation_takes_and_compute_its_result_in_both_passes(act, gated, large):
+    """As compiled for v5e (libtpu 0.0.42.1), `benchmarks/peak_memory.py`."""
+    program = build(jax.make_jaxpr(step_of_layer(act, gated)[0])(*step_of_layer(act, gated)[1:]))
+    memory = fuse(program, fuses_operands=True).written
+    found = [op.name for op in program.ops() for v in op.results
+             if v in memory and not op.blocks and program.avals[v].shape == (B, F)]  # fmt: skip
+    assert sorted(found) == sorted(large)
+
+
 ACTIVATIONS = {
     "gelu": (jax.nn.gelu, {"tanh"}),
     "gelu by erf": (lambda x: jax.nn.gelu(x, approximate=False), {"erf", "erfc"}),
@@ -281,3 +309,25 @@ def test_what_is_moved_to_the_host_or_back_is_in_the_memory_of_the_device():
         return len(fuse(build(jax.make_jaxpr(fn, static_argnums=1)(X, moves)), fuses_operands=True).on_chip)
 
     assert (on_chip(moves=True), on_chip(moves=False)) == (0, 2)
+
+
+@pytest.mark.parametrize(("arrange", "is_written"), [
+    (lambda x: x.reshape(8, 4, 2, 4, 2, 3).transpose(0, 1, 3, 2, 4, 5).reshape(8, 16, 12), True),  # patches
+    (lambda x: x.reshape(8, 4, 2, 4, 2, 3).transpose(0, 1, 2, 3, 4, 5).reshape(8, 16, 12), False),  # in their order
+    (lambda x: x.reshape(8, 4, 2, 8, 3).transpose(0, 2, 1, 3, 4).reshape(8, 16, 12), True),  # parts of one dimension
+    (lambda x: x.reshape(8, 4, 2, 8, 3).transpose(0, 3, 1, 2, 4).reshape(8, 8, 24), False),  # which are joined again
+    (lambda x: x.reshape(8, 4, 2, 8, 3).transpose(0, 3, 1, 4, 2).reshape(8, 32, 6), True),  # with another dimension
+    (lambda x: x.transpose(0, 2, 1, 3).reshape(8, 16, 12), False),  # XLA can store the image in this order
+    (lambda x: x.reshape(8, 16, 12), False),
+])  # fmt: skip
+def test_patches_of_images_are_written_once_in_16_bits_for_the_products_of_both_passes(arrange, is_written):
+    def loss(w, x):
+        return jnp.mean(jnp.sin(arrange(x).astype("bfloat16") @ w) ** 2)
+
+    x = jax.ShapeDtypeStruct((8, 8, 8, 3), "float32")
+    shapes = jax.ShapeDtypeStruct((jax.eval_shape(arrange, x).shape[-1], 80), "bfloat16"), x
+    program = build(jax.make_jaxpr(jax.grad(loss))(*shapes))
+    memory = fuse(program, fuses_operands=True).written
+    found = [str(program.avals[v].dtype) for op in program.ops() for v in op.results
+             if v in memory and program.avals[v].size == x.size]  # fmt: skip
+    assert found == ["bfloat16"] * is_written

@@ -175,6 +175,29 @@ def test_activations_are_tiled_along_the_dimension_with_the_least_padding(channe
     assert residual_peak(6, channels) - residual_peak(5, channels) == pytest.approx(3 * one, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("positions", "padded"),
+    [(196, 200 * 256), (256, 256 * 256), (72, 72 * 128)],  # compiled for v5e, such scores take these elements
+)
+def test_scores_are_tiled_along_positions_and_not_along_rows(positions, padded):
+    rows, heads = 512, 16
+
+    def attend(x, w):
+        q, k, v = jnp.einsum("bse,enhd->nbhsd", x, w)
+        scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
+        return jnp.einsum("bhqk,bhkd->bqhd", jax.nn.softmax(scores), v).sum((2, 3))
+
+    shapes = (
+        jax.ShapeDtypeStruct((rows, positions, 128), "bfloat16"),
+        jax.ShapeDtypeStruct((128, 3, heads, 8), "bfloat16"),
+    )
+    bound = bound_or_error(plan(attend, *shapes, plan="dp:4", target="v5e:2x2").bound)
+    model, program = bound.problem.memory, bound.problem.program
+    local = model._local(bound.layout)
+    scores = [v for v in model.keep if program.avals[v].shape == (rows, heads, positions, positions)]
+    assert scores and {local[v] for v in scores} == {rows // 4 * heads * padded * 2}
+
+
 def test_a_loop_writes_over_its_initial_carry():
     """Two loops that accumulate into one array hold it once. It is held twice if something else takes it, too."""
     x = jax.ShapeDtypeStruct((8, 4096), jnp.float32)

@@ -1,5 +1,7 @@
 """Results that XLA stores in the buffer of another value."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -72,6 +74,69 @@ BYTES = LARGE.size * 4 / 8  # of one device
 )
 def test_an_elementwise_result_is_written_over_an_operand_that_nothing_needs_later(fn, arrays):
     assert peak_bytes(fn, LARGE, target="cpu:8") == arrays * BYTES
+
+
+def sorted_sums(y, *arrays):
+    return sum(jnp.sum(jnp.sort(each, axis=1), axis=1) for each in arrays)
+
+
+@pytest.mark.parametrize(
+    ("fn", "arrays"),
+    [
+        # Both results are written at once, one of them over the sums. They are live while the first one is sorted.
+        (lambda y: sorted_sums(y, jnp.sin(y), jnp.cos(y)), 3),
+        (lambda y: sorted_sums(y, jnp.sin(y), y, jnp.cos(y)), 4),  # the sums are sorted in between
+    ],
+)
+def test_a_kernel_with_several_results_writes_all_of_them_at_its_first_operator(fn, arrays):
+    def of_sums(x):
+        return fn(jnp.cumsum(x, axis=1))
+
+    assert peak_bytes(of_sums, LARGE, target="cpu:8") == pytest.approx(arrays * BYTES, rel=0.05)
+
+
+def test_a_product_is_not_written_over_its_operand():
+    def fn(x, w):
+        return jnp.sum(jnp.sort(jnp.tanh(jnp.cumsum(x, axis=1) @ w), axis=1), axis=1)
+
+    weight = jax.ShapeDtypeStruct((256, 256), "float32")
+    assert peak_bytes(fn, LARGE, weight, target="v5e:2x4") == pytest.approx(2 * BYTES, rel=0.05)
+
+
+def network(weights, x, act, remat):
+    """Layers of two products with an activation, or of three with a gate, `[rows, 512]`, in bfloat16."""
+
+    def layer(x, w):
+        h = act(x @ w["up"])
+        h = h * (x @ w["gate"]) if "gate" in w else h
+        return x + h @ w["down"]
+
+    for w in weights:
+        x = (jax.checkpoint(layer) if remat else layer)(x, w)
+    return jnp.mean(x.astype("float32") ** 2)
+
+
+@pytest.mark.parametrize(("act", "gated", "remat", "expected"), [
+    (jax.nn.relu, False, False, 4),  # each layer keeps what its activation takes; its gradient is written over that
+    (jax.nn.gelu, False, False, 4),
+    (jax.nn.silu, False, False, 4),
+    (jax.nn.silu, True, False, 9),  # and the gate; the gradients of both are written over them
+    (jax.nn.gelu, False, True, 2),  # the weight's gradient needs the recomputed activation later
+    (jax.nn.silu, True, True, 3),
+])  # fmt: skip
+def test_backward_passes_of_activations_on_tpus_hold_as_many_arrays_as_compiled(act, gated, remat, expected):
+    """Compiled for v5e, such programs hold these numbers of arrays of hidden features (`benchmarks/peak_memory.py`)."""
+    rows, width, hidden, layers = 65_536, 512, 8192, 4
+    shapes = {"up": (width, hidden), "down": (hidden, width)} | ({"gate": (width, hidden)} if gated else {})
+    weights = [{name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}] * layers
+    x = jax.ShapeDtypeStruct((rows, width), "bfloat16")
+
+    def step(weights, x):
+        return jax.grad(functools.partial(network, act=act, remat=remat), (0, 1))(weights, x)
+
+    held = peak_bytes(step, weights, x, target="v5e:2x4") / (rows * hidden * 2 / 8)
+    inputs = (layers + 1) * width / hidden  # of the layers
+    assert expected + inputs / 2 < held < expected + inputs + 0.5
 
 
 def test_on_a_gpu_a_kernel_that_reduces_its_own_rows_writes_over_nothing():

@@ -9,8 +9,9 @@ import pytest
 
 from autoshard import operator, plan
 from autoshard.models.workloads import workload
-from autoshard.sharding.cost.tiles import filled_tile_fraction
+from autoshard.sharding.cost.tiles import batches_of_products, filled_tile_fraction, tile_padding
 from autoshard.sharding.planner.bound_plan import bound_or_error
+from autoshard.spmdrules.ir.program import build
 from autoshard.train.program.build import workload_step
 
 
@@ -244,3 +245,50 @@ def test_products_inside_of_opaque_operators_use_the_matrix_unit():
     shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8192, 4096), (4096, 4096))]
     estimate = plan(product_inside, *shapes, target="v5e:1x1", plan="dp:1").estimate
     assert estimate.step_time_us < 1.5 * 2 * 8192 * 4096 * 4096 / 197e12 * 1e6
+
+
+def batches(fn, *shapes, written=()):
+    """The dimensions without tiles of the inputs, and of written values, of a function."""
+    program = build(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)))
+    stored = {*program.inputs, *(v for op in program.ops() if op.name in written for v in op.results)}
+    return {program.avals[v].shape: set(dims) for v, dims in batches_of_products(program, stored).items()}
+
+
+@pytest.mark.parametrize(("fn", "expected"), [
+    (lambda x, y: jnp.einsum("bsd,bdt->bst", x, y), {(8, 16, 32): {0}, (8, 32, 16): {0}}),
+    (lambda x, y: jnp.einsum("bsd,bdt->bst", jnp.exp(x), 2 * y), {(8, 16, 32): {0}, (8, 32, 16): {0}}),
+    (lambda x, y: jnp.einsum("sbd,bdt->bst", x.transpose(1, 0, 2), y), {(8, 16, 32): {0}, (8, 32, 16): {0}}),
+    (lambda x, y: jnp.einsum("dsb,bdt->bst", x.T, y[:, :, :8]), {(8, 16, 32): {0}, (8, 32, 16): {0}}),
+    (lambda x, y: jnp.einsum("bsd,cdt->bcst", x, y), {}),  # no batch
+    (lambda x, y: jnp.einsum("bsd,bds->b", x, y), {}),  # not computed by the matrix unit
+    (lambda x, y: jnp.einsum("bsd,bdt->bst", x.reshape(4, 32, 32), y.reshape(4, 32, 32)), {}),  # a part of a dimension
+])  # fmt: skip
+def test_the_batch_of_a_product_has_no_tiles(fn, expected):
+    assert batches(fn, (8, 16, 32), (8, 32, 16)) == expected
+
+
+def test_stacks_of_operands_have_no_tiles_along_the_batch_of_a_product():
+    def fn(x, y):
+        def layer(y, x):
+            x = jnp.sin(x)
+            return jnp.tanh(jnp.einsum("bst,btd->bsd", jnp.exp(x), y)), x
+
+        return jax.lax.scan(layer, y, x)
+
+    found = batches(
+        lambda x, y: jax.lax.scan(lambda y, x: fn(x, y), y, x), (2, 4, 8, 16, 16), (8, 16, 32), written="sin"
+    )
+    assert found[4, 8, 16, 16] == {1} and found[2, 4, 8, 16, 16] == {2}
+
+
+@pytest.mark.parametrize(("sizes", "padding"), [
+    ((196, 196), 200 * 256 / 196**2),
+    ((64, 196), 256 / 196),
+    ((49, 32), 128 / 49),  # not 56 / 49 * 128 / 32
+    ((1, 200), 1.28),  # a tile of 1 x 128
+    ((3, 128), 4 / 3),
+    ((200,), 1.28),
+    ((), 1.0),
+])  # fmt: skip
+def test_arrays_have_whole_tiles_along_two_dimensions(sizes, padding):
+    assert tile_padding(sizes) == pytest.approx(padding)

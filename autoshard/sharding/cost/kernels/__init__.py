@@ -1,1 +1,1 @@
-"""Parts of the search for kernels (`fusion`): where values come from, and which reductions products compute."""
+"""Parts of the search for kernels (`fusion`): kinds of operators, sources of values, and reductions of products."""

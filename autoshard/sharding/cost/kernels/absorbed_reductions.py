@@ -168,15 +168,27 @@ class ReductionFinder:
 
     def reduces_whole_dims(self, value: int, dims: frozenset[int], product: Op) -> bool:
         """Whether these dimensions of a product's stored result are whole dimensions of the result itself."""
-        chain, at = [], product.results[0]
-        while at != value:
-            (user,) = self.users[at]
-            chain.append((user, user.operands.index(at)))
-            at = user.results[0]
-        before: frozenset[int] | None = dims
-        for op, number in reversed(chain):
-            before = None if before is None else dims_before(op, number, before)
-        return before is not None
+        (first,) = product.results
+        inside, todo = {first, value}, [first]  # the values on the chains of operators from the one result to the other
+        while todo and first != value:
+            for user in self.users.get(todo.pop(), ()):
+                todo += [v for v in user.results if v not in inside]
+                inside.update(user.results)
+        reduced, todo = {value: dims}, [value]
+        while todo:
+            if (at := todo.pop()) == first:
+                continue
+            op = self.sources.maker[at]
+            for number, taken in enumerate(op.operands):
+                if taken not in inside:
+                    continue
+                before = dims_before(op, number, reduced[at])
+                if before is None or reduced.get(taken, before) != before:
+                    return False
+                if taken not in reduced:
+                    reduced[taken] = before
+                    todo.append(taken)
+        return True
 
     def depend_on(self, values: Iterable[int], product: Op) -> bool:
         """Whether some of these values depend on a product of the same block."""

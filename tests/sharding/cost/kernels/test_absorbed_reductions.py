@@ -107,6 +107,22 @@ def test_a_reduction_of_a_reshaped_result_that_is_stored_is_a_kernel_of_its_own(
     assert kernels(fn, X, W) == [("dot_general", 0, 1), ("reduce_sum", 1, 0)]
 
 
+def test_a_product_computes_a_reduction_of_functions_of_its_result_that_are_joined_again():
+    def fn(x, w):
+        y = x @ w
+        z = jnp.sin(y) * jnp.cos(y)
+        return z, f32(z).sum(0)
+
+    assert kernels(fn, X, W) == [("dot_general", 0, 1)]
+
+    def of_parts(x, w):
+        y = x @ w
+        z = jnp.sin(y).reshape(B * S, 8, -1) * jnp.cos(y).reshape(B * S, 8, -1)
+        return z, f32(z).sum(2)
+
+    assert kernels(of_parts, X, W) == [("dot_general", 0, 1), ("reduce_sum", 1, 0)]
+
+
 def test_a_reduction_of_a_matrix_and_its_transpose_is_a_kernel_of_its_own():
     w = jax.ShapeDtypeStruct((D, B * S), "bfloat16")
     assert kernels(lambda x, w: f32((y := x @ w) + y.T).sum(1), X, w) == [("dot_general", 0, 1), ("reduce_sum", 1, 0)]
