@@ -288,7 +288,7 @@ CHIPS: Mapping[str, Chip] = {
         tile=256,
         clock_hz=1.75e9,
         flops_int8=1836e12,
-        efficiency=0.640,
+        efficiency=0.636,
     ),
     "tpu7x": _tpu(
         "tpu7x",
@@ -308,8 +308,8 @@ CHIPS: Mapping[str, Chip] = {
         vector_mib=64,
         clock_hz=2.2e9,
         flops_fp8=2307e12,
-        efficiency=0.736,
-        efficiency_fp8=0.687,
+        efficiency=0.734,
+        efficiency_fp8=0.682,
     ),
     "a100-40": _gpu(
         tflops=312,
