@@ -1,24 +1,24 @@
-"""Which reductions XLA:TPU computes in the kernel of a product, and what the planner's estimate makes of them.
+"""Compare the memory traffic of products and their reductions, as compiled for TPUs, with the planner's estimate.
 
     python benchmarks/absorbed_reductions.py                    # all rows; they are stored
     python benchmarks/absorbed_reductions.py v6e:2x2            # the rows of a target
     python benchmarks/absorbed_reductions.py --show             # the stored rows, without compiling
+    python benchmarks/absorbed_reductions.py --predict          # the stored rows with new estimates
 
-Each case is a product of 2**28 elements and reductions of it, over four devices that share its rows. A row shows the
-bytes that kernels write and read for each element of the product, compiled and estimated: 2 written and 0 read means
-that the result is stored in 16 bits and that nothing reads it. Copies of inputs and results do not count. The times are
-those of the step in milliseconds: the planner's, and the joined estimate of the compiled program (`estimate.py`).
+XLA:TPU computes many reductions of a product in the kernel of the product. Each case is a product of 2**28 elements,
+with its rows sharded over four devices, and one or more reductions of it. A row shows how many bytes the kernels write
+and read for each element of the product, compiled and (estimated). For example, 2 written and 0 read means that the
+product is stored in 16 bits, and that nothing reads it. Copies of inputs and results do not count. The times are those
+of the step in milliseconds: the joined estimate of the compiled program (`estimate.py`), and the (planner's).
 
 Nothing runs. Rows are stored in `results/absorbed_reductions.json`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import common  # sets up the path and the devices first
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from estimate import estimate
 from hlo import Computation, Instruction, Module, bits_of, read
 from hlo_cost import is_free
+from stored_rows import Case, run_cases
 
 from autoshard import plan
 from autoshard.sharding.audit import compile_job
@@ -46,12 +47,12 @@ Reduce = Callable[..., Any]
 
 
 def f32(x: jax.Array) -> jax.Array:
-    """Cast to float32."""
+    """Return an array in float32."""
     return x.astype("float32")
 
 
 def variance(y: jax.Array) -> jax.Array:
-    """The mean squared distance from the mean of each row."""
+    """Return the variance of each row."""
     return jnp.var(f32(y), -1)
 
 
@@ -93,9 +94,9 @@ class Row:
         case: the reductions; `attention ...` for attention.
         length: elements of a row of the product.
         kind: the compiler's result: `ok`, `error`, ...
-        written: bytes written for each element of the product: compiled, estimated.
-        read: bytes read.
-        milliseconds: of the step.
+        written: bytes that kernels write for each element of the product: compiled, estimated.
+        read: the same for bytes that kernels read.
+        milliseconds: time of the step: compiled, estimated.
     """
 
     target: str
@@ -149,13 +150,13 @@ def program(case: str, length: int) -> tuple[Callable[..., Any], tuple[jax.Shape
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Plain attention `[batch, length, heads, features]` with a softmax in float32."""
+    """Return attention without a kernel, `[batch, length, heads, features]` with a softmax in float32."""
     scores = f32(jnp.einsum("bqhd,bkhd->bhqk", q, k)) * 0.125
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1).astype(q.dtype), v)
 
 
 def attention_gradient(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-    """The gradients of a sum of squares of `attention`."""
+    """Return the gradients of `sum(attention(q, k, v)**2)` with respect to `q`, `k` and `v`."""
     return jax.grad(lambda *heads: (f32(attention(*heads)) ** 2).sum(), argnums=(0, 1, 2))(q, k, v)
 
 
@@ -166,9 +167,13 @@ def size_of(case: str, shapes: Sequence[jax.ShapeDtypeStruct]) -> int:
 
 
 def compiled_bytes(module: Module, elements: int) -> tuple[float, float]:
-    """Return the bytes that the kernels of a program write and read of arrays with as many elements, for each element.
+    """Return how many bytes the kernels of a compiled program write and read for each element of the product.
 
-    An instruction that only moves elements, such as the copy of a result, does not count.
+    Instructions that only copy or rearrange arrays are not counted.
+
+    Args:
+        module: the program.
+        elements: elements of the product on one device. Only arrays with this many elements are counted.
     """
     fused = {
         name
@@ -196,7 +201,12 @@ def _bytes(values: Sequence[Instruction], elements: int) -> float:
 
 
 def estimated_bytes(made: Any, elements: int) -> tuple[float, float]:
-    """Return the bytes that the kernels of a plan's estimate write and read of arrays with as many elements."""
+    """Return how many bytes the kernels write and read for each element of the product, as the planner estimates.
+
+    Args:
+        made: the plan.
+        elements: elements of the whole product. Only arrays with this many elements are counted.
+    """
     problem = bound_or_error(made.bound).problem
     fusion, avals = problem.cost.fusion, problem.program.avals
 
@@ -223,32 +233,34 @@ def compiled(target: str, case: str, length: int) -> Row:
         return Row(target, case, length, f"{result.kind} {result.message[:80]}", (), (), ())
     judged = estimate(result.text, target, result.coordinates or None, result.memory)
     found = compiled_bytes(read(result.text), elements // DEVICES)
+    return _row(target, case, length, made, elements, found, round(judged.step["joined"] * 1e3, 3))
+
+
+def _row(
+    target: str, case: str, length: int, made: Any, elements: int, found: tuple[float, float], milliseconds: float
+) -> Row:
+    """Return the row of a plan whose compiled program writes and reads `found` bytes, and takes `milliseconds`."""
     written, taken = zip(found, estimated_bytes(made, elements), strict=True)
-    times = round(judged.step["joined"] * 1e3, 3), round(made.estimate.step_time_us / 1e3, 3)
+    times = milliseconds, round(made.estimate.step_time_us / 1e3, 3)
     return Row(target, case, length, "ok", written, taken, times)
 
 
-def stored() -> list[Row]:
-    """Read the stored rows."""
-    return [Row(**row) for row in json.loads(PATH.read_text())] if PATH.exists() else []
+def predicted(row: Row) -> Row:
+    """Return a row with the planner's estimate of today."""
+    if row.kind != "ok":
+        return row
+    made, elements = planned(row.target, row.case, row.length)
+    return _row(row.target, row.case, row.length, made, elements, (row.written[0], row.read[0]), row.milliseconds[0])
+
+
+def case_of(row: Row) -> Case:
+    """Return the target, case and length of a row."""
+    return row.target, row.case, row.length
 
 
 def main(arguments: Sequence[str]) -> None:
     """Compile the requested rows, store them and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", help="default: all")
-    parser.add_argument("--show", action="store_true", help="print the stored rows and compile nothing")
-    given = parser.parse_args(arguments)
-    if given.show:
-        print(*stored(), sep="\n")
-        return
-    for case in ROWS:
-        if given.targets and case[0] not in given.targets:
-            continue
-        new = compiled(*case)
-        rows = [row for row in stored() if (row.target, row.case, row.length) != case]
-        PATH.write_text(json.dumps([asdict(row) for row in [*rows, new]], indent=1) + "\n")
-        print(new, flush=True)
+    run_cases(__doc__, arguments, PATH, Row, ROWS, compiled, case_of, predicted)
 
 
 if __name__ == "__main__":

@@ -154,8 +154,8 @@ def _export_ours(formulation: Formulation, target: str, words: str, options: Opt
 def _experts(formulation: Formulation, target: str, few: int, kinds: int) -> list[Planned]:
     """Return the most promising programs of an expert, and the most promising of each of the first `kinds` kinds."""
     ranked = most_promising(formulation, target, corpus_styles(formulation, target))
-    of_kinds = {kind_of(each[0].words): each for each in reversed(ranked)}
-    chosen = ranked[:few] + sorted(of_kinds.values(), key=ranked.index)[:kinds]
+    first = {kind_of(style.words): number for number, (style, _) in reversed([*enumerate(ranked)])}
+    chosen = ranked[:few] + [ranked[number] for number in sorted(first.values())[:kinds]]
     return [
         Planned("expert", style.name, style.words, "own", 1, partial(_export_expert, formulation, target, style),
                 {"step": price.step_time_us / 1e6, "memory_bytes": price.peak_memory_bytes})

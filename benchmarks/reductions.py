@@ -16,13 +16,11 @@ plugin.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,6 +28,7 @@ import jax.numpy as jnp
 from common import RESULTS
 from estimate import estimate
 from estimate_result import Traffic
+from stored_rows import Case, run_cases
 
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
@@ -144,28 +143,14 @@ def compiled(target: str, words: str, options: str, *sizes: int) -> Row:
     return Row(target, words, options, "ok", parts_of(found), round(exposed * 1e3, 2), sizes or SIZES)
 
 
-def stored() -> list[Row]:
-    """Read the stored rows."""
-    return [Row(**row) for row in json.loads(PATH.read_text())] if PATH.exists() else []
+def case_of(row: Row) -> Case:
+    """Return the target, plan, options and sizes of a row."""
+    return row.target, row.words, row.options, *row.sizes
 
 
 def main(arguments: Sequence[str]) -> None:
     """Compile the requested rows, store them and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", help="default: all")
-    parser.add_argument("--show", action="store_true", help="print the stored rows and compile nothing")
-    given = parser.parse_args(arguments)
-    if given.show:
-        print(*stored(), sep="\n")
-        return
-    for case in CASES:
-        if given.targets and case[0] not in given.targets:
-            continue
-        new = compiled(*case)
-        key = (*case[:3], case[3:] or SIZES)
-        rows = [row for row in stored() if (row.target, row.words, row.options, tuple(row.sizes)) != key]
-        PATH.write_text(json.dumps([asdict(row) for row in [*rows, new]], indent=1) + "\n")
-        print(new, flush=True)
+    run_cases(__doc__, arguments, PATH, Row, CASES, compiled, case_of)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""The bytes that the benchmark of absorbed reductions counts, and how the estimate compares with the stored rows."""
+"""The benchmark of absorbed reductions counts bytes, and the estimate equals its stored rows."""
 
 import absorbed_reductions
 import pytest
 from hlo import read
+from stored_rows import stored
 
+STORED = stored(absorbed_reductions.PATH, absorbed_reductions.Row)
 TEXT = """HloModule m, is_scheduled=true
 
 %fused (p0: bf16[8,4], p1: bf16[4,16]) -> (bf16[8], bf16[8,16]) {
@@ -37,13 +39,13 @@ def test_bytes_of_kernels_are_counted_for_each_element_without_copies():
     assert absorbed_reductions.compiled_bytes(read(TEXT), 8 * 4) == (0.0, 2.0)
 
 
-@pytest.mark.parametrize("row", absorbed_reductions.stored(), ids=lambda row: f"{row.target} {row.case} {row.length}")
+@pytest.mark.parametrize("row", STORED, ids=lambda row: f"{row.target} {row.case} {row.length}")
 def test_the_estimate_is_that_of_the_stored_row(row):
     made, elements = absorbed_reductions.planned(row.target, row.case, row.length)
     assert absorbed_reductions.estimated_bytes(made, elements) == (row.written[1], row.read[1])
 
 
 def test_kernels_of_products_move_as_many_bytes_as_estimated():
-    rows = [row for row in absorbed_reductions.stored() if not row.case.startswith("attention")]
+    rows = [row for row in STORED if not row.case.startswith("attention")]
     differing = {row.case for row in rows if row.written[0] != row.written[1] or row.read[0] != row.read[1]}
     assert len(rows) > 30 and differing == {"sum of groups of 128"}  # XLA stores it in float32

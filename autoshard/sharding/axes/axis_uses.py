@@ -36,7 +36,7 @@ class AxisUses:
         indexed: axes of the rows of a table that a gather or scatter indexes.
         windows: axes of the windows of convolution kernels, which are never sharded.
         attended: axes that a contraction of two activations has on both sides: positions of queries and of keys.
-        taken: axis -> the positions that slices take from it one by one.
+        taken: axis -> its positions that slices of one element take.
     """
 
     weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
@@ -59,7 +59,7 @@ class AxisUses:
         return {c for c in self.produced if any(a != b for a in self.produced[c] for b in self.contracted.get(c, ()))}
 
     def is_taken_apart(self, axis: int, size: int) -> bool:
-        """Whether slices take every position of an axis by itself, such as the coordinates x, y and z of a point."""
+        """Whether a slice of one element takes each position of an axis, such as x, y and z of a point."""
         return len(self.taken.get(axis, ())) == size
 
     def discard(self, axis: int) -> None:
@@ -135,7 +135,7 @@ class _UseCollector:
             self.record_opaque_attention(op, rule, factors)
 
     def record_slices(self, op: Op) -> None:
-        """Records the positions that an operator takes apart."""
+        """Records the positions that an operator slices one by one."""
         params, dims, shape = op.eqn.params, self.axes.of_value[op.operands[0]], op.eqn.invars[0].aval.shape
         if op.name == "slice":
             for dim, size, start, end in zip(

@@ -11,10 +11,10 @@ parallel    axes that one weight produces and another one contracts (heads, ffn,
             part of the weights has no such axis, `weight_cover` adds further axes, perhaps also the residual
 sequence    axes of the data other than the batch. If a loop runs over blocks of such an axis (the keys of attention),
             then only the axis that counts the blocks. If the batch counts the positions of a single row, and attention
-            runs over them, it is a sequence, too. An axis is none if slices take each of its positions by itself, such
-            as the coordinates of a point: then no operator treats the positions alike, and shards of it would send
-            every slice to all devices. This does not hold for positions of attention, and for an axis that counts
-            blocks of a longer one
+            runs over them, it is a sequence, too. An axis is no sequence if a slice of one element takes each of its
+            positions, such as the coordinates of a point. If such an axis were sharded, every slice would be sent to
+            all devices. Two kinds of axes are exempt: positions of attention, and axes that count the blocks of a
+            longer axis
 context     sequence axes that no loop runs over
 """
 

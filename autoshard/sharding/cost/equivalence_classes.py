@@ -130,8 +130,9 @@ class Facts:
         memory: what its kernel reads and writes: the value, its bytes before sharding, and its shares in
             `Fusion.narrow` and `Fusion.on_chip`. Values in host memory count as 0 bytes.
         rounded: the positions of its operands that are in `Fusion.rounded`.
-        absorbed: if its kernel computes reductions of its result (`Kernel.absorbed`): the bytes of the result, how
-            often it is written or read if the reductions are kernels of their own, and its share in `Fusion.on_chip`.
+        absorbed: None, unless its kernel computes reductions of its result (`Kernel.absorbed`). Then the bytes of the
+            result, how often these would move if the reductions were kernels of their own, and the result's share in
+            `Fusion.on_chip`.
     """
 
     transfer_bytes: list[float]

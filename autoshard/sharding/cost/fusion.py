@@ -13,12 +13,12 @@ that takes an operand of the forward pass, such as a norm, computes it again (`P
 an operand again if the operand's sources are not larger than one activation (a norm and `relu` after a convolution).
 Patches of images are written once for the products of both passes (`is_rearranged`).
 
-A contraction also computes the single chain of elementwise operators that takes its result, up to a value that is
-written; on TPU also chains that all lead to one such value, as in the gradient of gelu. Only this value is written, not
-the result itself. A loop ends the chain. If the chain reaches no such value, the result of the contraction is written.
-There is one exception: a chain that computes in a wider type, and reads only masks and what is broadcast from little
-data, writes its last value. An example is scores in float32 with a mask or a bias. On other platforms contractions read
-their operands from memory.
+A contraction's kernel also computes the chain of elementwise operators after it, up to the first value that is written.
+The contraction's own result is then not written. On TPU the chain may branch, if all branches lead to one written
+value, as in the gradient of gelu. A loop ends the chain. If the chain reaches no written value, the result of the
+contraction is written. There is one exception: a chain that computes in a wider type, and that reads only masks and
+values broadcast from little data, writes its last value. An example is scores in float32 with a mask or a bias. On
+platforms other than TPU, contractions read their operands from memory.
 
 A contraction's kernel also computes reductions of what it writes, such as the maximum of scores
 (`kernels/absorbed_reductions.py`).
@@ -66,14 +66,10 @@ from autoshard.sharding.cost.kernels.kernel_kinds import (
     is_rearranged,
     reads_memory,
 )
-from autoshard.sharding.cost.kernels.sources import Sources
+from autoshard.sharding.cost.kernels.sources import Sources, readers
 from autoshard.sharding.cost.on_chip import on_chip_shares, short_lives
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
-from autoshard.sharding.program.operator_kinds import (
-    CONTRACTIONS,
-    CONVOLUTION,
-    is_strided_move,
-)
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, CONVOLUTION, is_strided_move
 from autoshard.spmdrules.families.stages import read_p
 from autoshard.spmdrules.families.weight_gathers import AROUND_LOOPS
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined, users_of
@@ -116,8 +112,8 @@ def fuse(
         fuses_operands: whether contractions compute their elementwise operands (TPU).
         on_gpu: whether the results of `SLOW_OPS` are written only if both passes need them.
         views: values that are another value under another shape (`reused_buffers.views`). They are not written.
-        sums: sums over the batch (`Roles.gradients`). They are summed over devices before anything else is computed, so
-            that their products absorb no reductions.
+        sums: sums over the batch (`Roles.gradients`). They are reduced over devices before anything reads them, so
+            their products absorb no reductions.
     """
     finder = _Finder(program, fuses_operands, on_gpu, views, sums)
     return Fusion(finder.kernels, frozenset(finder.memory), finder.narrow, finder.on_chip)
@@ -136,7 +132,7 @@ class _Finder:
         self.on_chip: dict[int, float] = {}
         self.chain_ends: dict[int, Op] = {}  # id of a contraction -> the last operator of the chain that it computes
         self.chain_end_ids: set[int] = set()  # ids of the operators in `chain_ends`
-        # `id` of a product -> its stored result, and the reductions of it that its kernel computes.
+        # `id` of a product -> its result as it is stored, and the reductions of the result that its kernel computes
         self.absorbed: dict[int, tuple[int, list[Op]]] = {}
         self.maker: dict[int, Op] = {}  # value -> the operator that makes it
         self.memory: set[int] = set()  # values that are stored in memory
@@ -162,7 +158,7 @@ class _Finder:
             elif op.rule is not None:
                 self.note_written(op, users)
         for op in reversed(self.shared) if self.on_gpu or self.fuses_operands else ():
-            if len({*map(id, self.kernels_of(op, users))}) == 1:
+            if len(self.kernels_of(op, users)) == 1:
                 self.memory.difference_update(op.results)
         for op in ops:
             if op.name in self.slow_ops and self.is_needed_twice(op, users):
@@ -227,18 +223,8 @@ class _Finder:
         return False
 
     def kernels_of(self, op: Op, users: Mapping[int, Sequence[Op]]) -> list[Op]:
-        """Return the operators of the block that are kernels, or are written, and need a result of an operator."""
-        todo, seen, found = [*op.results], set[int](), list[Op]()
-        while todo:
-            for user in users.get(todo.pop(), ()):
-                if id(user) in seen:
-                    continue
-                seen.add(id(user))
-                if user.blocks or id(user) in self.kernel_ids or not self.memory.isdisjoint(user.results):
-                    found.append(user)
-                else:
-                    todo += user.results
-        return found
+        """Return the operators whose kernels need a result of an elementwise operator, see `readers`."""
+        return readers(op.results, users, self.kernel_ids, self.memory)
 
     def is_needed_twice(self, op: Op, users: Mapping[int, Sequence[Op]]) -> bool:
         """Whether several kernels need a result of an elementwise operator; on GPUs, those of both passes."""
@@ -246,7 +232,7 @@ class _Finder:
         if self.on_gpu:
             places = [self.when[id(each)] for each in kernels]
             return bool(places) and max(places) - min(places) > PASS_OPS
-        return len({*map(id, kernels)}) > 1
+        return len(kernels) > 1
 
     def products_in_one_pass(self, taken: Sequence[Op]) -> int:
         """Return the largest number of products of one pass that take a value within `PASS_OPS` operators."""
@@ -327,7 +313,7 @@ class _Finder:
     def absorb_reductions(
         self, ops: Sequence[Op], users: Mapping[int, Sequence[Op]], loops: Mapping[int, int], outputs: set[int]
     ) -> set[int]:
-        """Find the reductions that the kernels of products compute, and return their `id`s."""
+        """Note in `absorbed` the reductions that the kernels of products compute, and return the `id`s of these."""
         ends = (
             (op, self.chain_ends.get(id(op), op).results[0])
             for op in ops
@@ -342,13 +328,22 @@ class _Finder:
         return {id(op) for reductions in found.reductions.values() for op in reductions}
 
     def continues(self, op: Op, user: Op, loops: Mapping[int, int]) -> bool:
-        """Whether an operator can be in the chain of a contraction."""
+        """Whether the chain of elementwise operators after a contraction continues with an operator that takes it.
+
+        Args:
+            op: the contraction.
+            user: the operator.
+            loops: `id` of an operator -> the number of loops before it.
+        """
         if user.blocks or id(user) in self.kernel_ids or user.rule is None or loops[id(user)] != loops[id(op)]:
             return False
         return [v.aval.size for v in user.eqn.outvars] == [op.eqn.outvars[0].aval.size]
 
     def joined_end(self, value: int, op: Op, users: Mapping[int, Sequence[Op]], loops: Mapping[int, int]) -> Op | None:
-        """Return the only written value to which all chains from a value lead, as in the gradient of gelu (TPU)."""
+        """Return the operator at which several chains from a value end, if they join before they are written (TPU).
+
+        An example is the gradient of gelu.
+        """
         todo, seen, ends = [value], set[int](), list[Op]()
         while todo and self.fuses_operands:
             for user in users.get(todo.pop(), ()):

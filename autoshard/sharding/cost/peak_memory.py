@@ -128,19 +128,16 @@ class MemoryModel:
             for v, loop in fetched.items()
             if self.written[v]
         ]
-        # Value -> the dimensions that can have tiles, if not all can.
+        # Value -> the dimensions along which it can have tiles. Values without an entry can have tiles along all.
         self.tiled = self._tiled_dims(program, temporaries.tolist()) if self.is_tiled else {}
         self._classes: dict[frozenset[int], ValueClasses] = {}
         self._spec_functions: dict[int, Callable[[Layout, int], Spec]] = {}
         self._alike: dict[int, list[tuple[tuple[int, ...], np.ndarray]]] = {}  # by the `id` of the classes
 
     def _tiled_dims(self, program: Program, values: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return the dimensions that can have tiles, for the values of which not all can."""
-        row_major, batches = (
-            row_major_values(program),
-            batches_of_products(program, {*np.flatnonzero(self.written).tolist()}),
-        )
-        found = {}
+        """Return the dimensions along which values can have tiles, except for values that can have them along all."""
+        row_major, written = row_major_values(program), {*np.flatnonzero(self.written).tolist()}
+        batches, found = batches_of_products(program, written), {}
         for v in values:
             dims = range(len(program.avals[v].shape))
             if dims and v in row_major:
@@ -308,7 +305,7 @@ class MemoryModel:
         return local
 
     def _alike_of(self, classes: ValueClasses) -> list[tuple[tuple[int, ...], np.ndarray]]:
-        """Return the values of which not all dimensions can have tiles: the others, and the alike values of a class."""
+        """Group the values of `tiled` that take equal memory in every layout: (dimensions with tiles, values)."""
         found = self._alike.get(id(classes))
         if found is None:
             numbers = dict(zip(classes.values.tolist(), classes.numbers.tolist(), strict=True))

@@ -98,18 +98,20 @@ def overwritten(
     *,
     on_gpu: bool,
 ) -> tuple[dict[int, Op], dict[int, Op]]:
-    """Return the values over which a result of their last kernel is written, and the operator at which that happens.
-
-    Also return the results that a kernel with several results writes before their own operators, and the operator at
-    which it does.
+    """Find the kernels that write a result over one of their operands.
 
     Args:
         program: the program.
         fusion: its kernels.
         is_last: whether an operator is the last one that needs a value.
         is_alike: whether two values have the same bytes and are sharded alike.
-        on_gpu: whether a kernel also computes a reduction that only it takes, as of a softmax. Such a kernel reads a
-            row as a whole and writes over nothing. Elsewhere, a kernel with several results runs at its first operator.
+        on_gpu: whether the program is compiled for GPUs. There, a kernel also computes a reduction that only it takes,
+            such as that of a softmax. It reads whole rows, so it overwrites nothing. On other platforms, a kernel with
+            several results runs at its first operator.
+
+    Returns:
+        Two mappings. The first is from each overwritten operand to the operator at which its kernel runs. The second
+        is from each result that is written before its own operator to the operator at which its kernel runs.
     """
     found: dict[int, Op] = {}
     early: dict[int, Op] = {}
@@ -150,8 +152,8 @@ def overwritten(
 def _is_rematerialized(op: Op) -> bool:
     """Whether an operator is in a function under `jax.checkpoint`.
 
-    XLA:TPU computes gradients of weights later there, and the recomputed activation is needed until then. Compiled for
-    v5e (libtpu 0.0.42.1), a layer with gelu holds the activation before gelu and its gradient at the same time.
+    There, XLA:TPU computes the gradients of weights later, and keeps the recomputed activation until then. Compiled for
+    v5e (libtpu 0.0.42.1), a layer with gelu holds both the input of gelu and the gradient of that input.
     """
     return any(each.primitive.name == "remat2" for each in op.around)
 

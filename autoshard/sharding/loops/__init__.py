@@ -1,1 +1,1 @@
-"""Changes the traced step so that it needs fewer collectives: those of loops over time, and of equal slices."""
+"""Rewrites the traced step so that it needs fewer collectives: in loops over time, and for gradients of slices."""

@@ -1,14 +1,14 @@
-"""Adds the gradients of one slice of a parameter before they are put into the gradient of the whole parameter.
+"""Adds the gradients of equal slices of a parameter before they are padded to the shape of the parameter.
 
-A step that uses `tables[0]` several times has a term of its gradient for each use. JAX puts each term into zeros of the
-shape of `tables`, and adds these:
+If a step uses `tables[0]` several times, JAX computes a gradient for each use, pads each with zeros to the shape of
+`tables`, and adds the padded arrays:
 
     pad(scatter) + pad(scatter') + pad(other scatter)    becomes    pad(scatter + scatter') + pad(other scatter)
 
-If the rows are sharded, each term is a partial sum on each device. XLA adds partial sums before it reduces them, but
-not if they are padded, and the result is stored in shards: compiled for v5e:2x2 (libtpu 0.0.42.1), two slices of a
-parameter that is stored in shards, each with 8 lookups, had 18 all-reduces of a slice. With the sums first, they have
-2. This also pads less. Sums in another order differ by rounding errors.
+If the rows are sharded, each gradient is a partial sum on each device. XLA adds partial sums before it reduces them,
+but not if they are padded and the parameter is stored in shards. Compiled for v5e:2x2 (libtpu 0.0.42.1), a step with
+two slices of a sharded parameter and 8 lookups in each had 18 all-reduces of a slice. If the gradients are added first,
+it has 2. This also pads fewer arrays. The terms are added in another order, so results differ by rounding errors.
 """
 
 from __future__ import annotations

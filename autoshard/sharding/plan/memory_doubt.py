@@ -1,7 +1,7 @@
-"""The time by which plans are compared, if their memory comes close to the limit.
+"""Ranks plans by their time, with a penalty if their memory is close to the limit.
 
-The estimate of the peak memory has an error. A plan whose estimate almost fills the memory may need more than there is
-when it is compiled. XLA then computes values again and hides fewer gathers, or gives up. So the search ranks a plan by
+The estimate of the peak memory has an error. If the estimate is close to the limit, the compiled program may exceed it.
+XLA then rematerializes values and hides fewer gathers, or it fails. So plans are ranked by
 
     ranked time = estimated time * (1 + SLOWDOWN_WITHOUT_MEMORY * doubt)
 
@@ -9,8 +9,8 @@ where `doubt` is the probability that the compiled program exceeds the limit, if
 equally likely. It is 0 if the estimate is at most (1 - MEMORY_ERROR) times the limit, and 0.5 if it equals the limit.
 
 Compiled for tpu7x:4x4x4 (libtpu 0.0.42.1), Llama-3 70B under `fsdp:128`: two microbatches that keep more values are
-1.1 % faster by the estimate, at 98.9 % of the memory. XLA computes the gradient of a weight again, and gathers the
-weights of the forward pass while nothing else runs. That takes 7 % longer than one microbatch at 87 % of the memory.
+1.1 % faster by the estimate, at 98.9 % of the memory. But XLA computes the gradient of a weight twice, and no compute
+hides the gathers of the forward pass. The step takes 7 % longer than one microbatch at 87 % of the memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import math
 
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
-# Relative error of the estimated peak memory. Source: the bar that `benchmarks/peak_memory.py` holds the estimate to.
+# Relative error of the estimated peak memory. Source: chosen. It is the bar that `benchmarks/peak_memory.py` holds the
+# estimate to, not the measured tail of the errors, which is longer (`MOST_MEMORY_ERROR`).
 MEMORY_ERROR = 0.05
 
 # Relative time that a step loses if its program needs more memory than there is. Source:
@@ -28,7 +29,7 @@ SLOWDOWN_WITHOUT_MEMORY = 0.16
 
 
 def ranked_us(time_us: float, peak_bytes: float, limit: float) -> float:
-    """Return the time by which a plan is compared with others, in the unit of `time_us`.
+    """Return the time by which a plan is ranked, in the unit of `time_us`.
 
     Args:
         time_us: its estimated step time.
@@ -42,7 +43,7 @@ def ranked_us(time_us: float, peak_bytes: float, limit: float) -> float:
 
 
 def plan_ranked_us(plan: ShardingPlan) -> float:
-    """Return the time in microseconds by which a plan is compared with others, see `ranked_us`."""
+    """Return the time in microseconds by which a plan is ranked, see `ranked_us`."""
     return ranked_us(plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.limit_bytes or math.inf)
 
 

@@ -33,7 +33,7 @@ from autoshard.sharding.pipeline.schedule_words import chunks_of
 from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.program.host_memory import unmoved_names_text
 from autoshard.sharding.program.tracing import Traced
-from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, candidate_time, price
+from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, candidate_ranked_us, price
 from autoshard.sharding.search.layout_search import search
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.reference.coverage import NO_RULE, runs_on_host
@@ -226,11 +226,11 @@ class PlanningProblem:
             layouts = self.with_fixed_shardings(layouts, existing, fixed)
             others: list[Candidate] = []
             for name, layout in layouts:
-                fitting_us = [candidate_time(c) for c in others if c.fits(self.limit)] if only_best else []
+                fitting_us = [candidate_ranked_us(c) for c in others if c.fits(self.limit)] if only_best else []
                 if not fitting_us or all(least_us <= min(fitting_us) for least_us in self.cost.least_us(layout)):
                     others.append(price(name, layout, self.cost, self.memory, self.limit))
             fitting = [c for c in others if c.fits(self.limit)]
-            fastest = min(fitting, key=candidate_time) if fitting else min(others, key=lambda c: c.peak_bytes)
+            fastest = min(fitting, key=candidate_ranked_us) if fitting else min(others, key=lambda c: c.peak_bytes)
             best = best_assigned(fastest, self.cost)
             if isinstance(requested, str):
                 self._check_shards_something(requested, best.layout)

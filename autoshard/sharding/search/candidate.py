@@ -59,8 +59,8 @@ def estimated_us(candidate: Candidate) -> float:
     return round(candidate.cost.step_time_us, TIME_DECIMALS)
 
 
-def candidate_time(candidate: Candidate) -> float:
-    """The time in microseconds by which candidates are compared (`memory_doubt`), rounded so that equal plans tie."""
+def candidate_ranked_us(candidate: Candidate) -> float:
+    """The time in microseconds by which candidates are ranked (`memory_doubt`), rounded so that equal plans tie."""
     return round(ranked_us(candidate.cost.step_time_us, candidate.peak_bytes, candidate.limit), TIME_DECIMALS)
 
 

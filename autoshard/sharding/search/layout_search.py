@@ -37,7 +37,7 @@ from autoshard.sharding.search.candidate import (
     Candidate,
     SearchCounts,
     best_assigned,
-    candidate_time,
+    candidate_ranked_us,
     estimated_us,
     price,
 )
@@ -115,7 +115,7 @@ def search(
         return counts.changed[-1]
 
     def order(c: Candidate) -> tuple[bool, float]:
-        return not c.fits(limit), candidate_time(c) if c.fits(limit) else c.peak_bytes
+        return not c.fits(limit), candidate_ranked_us(c) if c.fits(limit) else c.peak_bytes
 
     known = sorted(priced, key=order)
     operators = [each.op for each in cost.classes]
@@ -132,7 +132,7 @@ def search(
 def _may_gain(known: Sequence[Candidate], most_us: float) -> bool:
     """Whether a changed plan can gain enough to be chosen: no plan takes less time than the kernels of the leanest."""
     least_us = min(c.cost.kernels_us for c in known)
-    return least_us < min(most_us, candidate_time(known[0]) * (1 - LEAST_GAIN_OVER_KNOWN))
+    return least_us < min(most_us, candidate_ranked_us(known[0]) * (1 - LEAST_GAIN_OVER_KNOWN))
 
 
 def _best_fitting(
@@ -153,11 +153,11 @@ def _best_fitting(
     if not fitting:
         every = [*priced, *changed]
         return best_assigned(min(every, key=lambda c: c.peak_bytes), cost), sorted(every, key=estimated_us)
-    assigned = {id(c): best_assigned(c, cost) for c in sorted(fitting, key=candidate_time)[:ASSIGNED_CANDIDATES]}
+    assigned = {id(c): best_assigned(c, cost) for c in sorted(fitting, key=candidate_ranked_us)[:ASSIGNED_CANDIDATES]}
     of_known = [assigned[id(c)] for c in known if id(c) in assigned]
-    most_us = min(map(candidate_time, of_known)) * (1 - LEAST_GAIN_OVER_KNOWN) if of_known else math.inf
-    better = [assigned[id(c)] for c in changed if id(c) in assigned and candidate_time(assigned[id(c)]) < most_us]
-    return min([*better, *of_known], key=candidate_time), sorted(
+    most_us = min(map(candidate_ranked_us, of_known)) * (1 - LEAST_GAIN_OVER_KNOWN) if of_known else math.inf
+    better = [assigned[id(c)] for c in changed if id(c) in assigned and candidate_ranked_us(assigned[id(c)]) < most_us]
+    return min([*better, *of_known], key=candidate_ranked_us), sorted(
         [*better, *(assigned.get(id(c), c) for c in priced)], key=estimated_us
     )
 
@@ -171,15 +171,15 @@ def idle_layouts(
 
 
 def _without_idle(priced: list[Candidate], limit: float) -> list[Candidate]:
-    """Drop candidates with an idle mesh axis, unless they are faster than the best without one by more than the error.
+    """Drop the candidates with an idle mesh axis that are not clearly faster than the best one without.
 
-    The estimates of the two differ by at most `MOST_KIND_ERROR` from the compiled ratio in 9 of 10 cases.
+    Clearly means by more than `MOST_KIND_ERROR`, the error of the estimated ratio of two plans in 9 of 10 cases.
     """
-    times = [candidate_time(c) for c in priced if c.fits(limit) and not c.layout.idle_axes()]
+    times = [candidate_ranked_us(c) for c in priced if c.fits(limit) and not c.layout.idle_axes()]
     if not times:
         return priced
     most_us = min(times) / (1 + MOST_KIND_ERROR)
-    return [c for c in priced if not c.layout.idle_axes() or candidate_time(c) < most_us]
+    return [c for c in priced if not c.layout.idle_axes() or candidate_ranked_us(c) < most_us]
 
 
 def distinct_layouts(layouts: Iterable[tuple[str, Layout]]) -> list[tuple[str, Layout]]:

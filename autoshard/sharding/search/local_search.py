@@ -31,7 +31,7 @@ from autoshard.sharding.axes.logical_axes import Leaves
 from autoshard.sharding.axes.roles import STATE
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_edits import Change, changed
-from autoshard.sharding.search.candidate import Candidate, candidate_time
+from autoshard.sharding.search.candidate import Candidate, candidate_ranked_us
 from autoshard.sharding.search.constants import (
     CLIMB_STARTS,
     GAINS_TOGETHER,
@@ -148,7 +148,7 @@ def _is_step(to: _Position, now: Candidate, limit: float) -> bool:
 
 def _most_us(now: Candidate, limit: float) -> float:
     """The step time of a plan that gains just enough over the present one."""
-    return candidate_time(now) * (1 - LEAST_CHANGE_GAIN) if now.fits(limit) else math.inf
+    return candidate_ranked_us(now) * (1 - LEAST_CHANGE_GAIN) if now.fits(limit) else math.inf
 
 
 def _best(positions: Iterable[_Position], limit: float) -> _Position:
@@ -181,8 +181,8 @@ def _may_pay(better: Sequence[_Position], now: Candidate, known: Candidate, limi
     """Return whether the sum of the changes' gains, times `GAINS_TOGETHER`, is enough over the best known plan."""
     if not (now.fits(limit) and known.fits(limit)):
         return True
-    gain = sum(candidate_time(now) - candidate_time(each.now) for each in better)
-    return candidate_time(now) - GAINS_TOGETHER * gain < candidate_time(known) * (1 - LEAST_GAIN_OVER_KNOWN)
+    gain = sum(candidate_ranked_us(now) - candidate_ranked_us(each.now) for each in better)
+    return candidate_ranked_us(now) - GAINS_TOGETHER * gain < candidate_ranked_us(known) * (1 - LEAST_GAIN_OVER_KNOWN)
 
 
 def _work(candidate: Candidate) -> tuple[float, float, float]:
@@ -214,7 +214,7 @@ def _key(layout: Layout) -> object:
 def _objective(candidate: Candidate, limit: float) -> tuple[bool, float]:
     """What the search minimises: peak memory while a plan does not fit, then time."""
     fits = candidate.fits(limit)
-    return not fits, candidate_time(candidate) if fits else candidate.peak_bytes
+    return not fits, candidate_ranked_us(candidate) if fits else candidate.peak_bytes
 
 
 def _gains(one: Candidate, other: Candidate, limit: float, share: float) -> bool:

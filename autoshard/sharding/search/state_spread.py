@@ -20,7 +20,7 @@ from itertools import accumulate
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_edits import Change
 from autoshard.sharding.layout.plan_request import Request, layout_of, parse_request
-from autoshard.sharding.search.candidate import Candidate, candidate_time
+from autoshard.sharding.search.candidate import Candidate, candidate_ranked_us
 from autoshard.sharding.search.constants import LEAST_SPREAD_GAIN, SPREAD_STARTS
 
 _BATCH = ("dp", "zero1", "fsdp")
@@ -80,8 +80,10 @@ def spread_better(
             candidate = price(str(plan), layout, most_us)
             if candidate is not None and _gains(candidate, best, limit):
                 found.append(candidate)
-    alike = {(candidate_time(c), c.peak_bytes): c for c in reversed(found)}  # where an axis has nothing left to store
-    return sorted(alike.values(), key=candidate_time)
+    alike = {
+        (candidate_ranked_us(c), c.peak_bytes): c for c in reversed(found)
+    }  # where an axis has nothing left to store
+    return sorted(alike.values(), key=candidate_ranked_us)
 
 
 def _gains(candidate: Candidate, best: Candidate, limit: float) -> bool:
@@ -89,12 +91,12 @@ def _gains(candidate: Candidate, best: Candidate, limit: float) -> bool:
         return candidate.fits(limit)
     if not best.fits(limit):
         return candidate.peak_bytes < best.peak_bytes
-    return candidate_time(candidate) < _most_us(best)
+    return candidate_ranked_us(candidate) < _most_us(best)
 
 
 def _most_us(best: Candidate) -> float:
     """The step time of a plan that gains just enough over the best known plan."""
-    return candidate_time(best) * (1 - LEAST_SPREAD_GAIN)
+    return candidate_ranked_us(best) * (1 - LEAST_SPREAD_GAIN)
 
 
 def _inner(words: str) -> object:

@@ -21,7 +21,7 @@ from autoshard._shown import shown
 from autoshard.sharding.layout.constants import MOST_KNOWN_REQUESTS
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_request import CONTEXT, is_request, parse_request
-from autoshard.sharding.search.candidate import Candidate, candidate_time, estimated_us
+from autoshard.sharding.search.candidate import Candidate, candidate_ranked_us, estimated_us
 from autoshard.sharding.search.constants import (
     ASSIGNED_CANDIDATES,
     KEPT_CANDIDATES,
@@ -135,7 +135,7 @@ class _Wanted:
         """Note a plan that was priced."""
         if not candidate.fits(self._limit):
             return
-        time = candidate_time(candidate)
+        time = candidate_ranked_us(candidate)
         self._best_us = min(self._best_us, time)
         for need, inner, _ in _needs(name):
             known = self._times[need]
@@ -174,7 +174,7 @@ def _bound_us(priced: Iterable[Candidate], limit: float, most_us: float) -> floa
     """
     every = list(priced)
     fastest = heapq.nsmallest(KEPT_CANDIDATES, map(estimated_us, every))
-    fitting = heapq.nsmallest(ASSIGNED_CANDIDATES, (candidate_time(c) for c in every if c.fits(limit)))
+    fitting = heapq.nsmallest(ASSIGNED_CANDIDATES, (candidate_ranked_us(c) for c in every if c.fits(limit)))
     if not fitting:
         return math.inf
     if len(fastest) < KEPT_CANDIDATES:

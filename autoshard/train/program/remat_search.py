@@ -151,11 +151,10 @@ class _Probes:
     def best(self, remat: str, microbatches: int, found: Mapping[str, StrategyPrice]) -> Priced:
         """The variant under the fastest strategy that fits, or else under the leanest."""
         fitting = [p for p in found.values() if p.peak_memory_bytes <= self.limit and p.fits_host]
-        p = (
-            min(fitting, key=lambda p: ranked_us(p.step_time_us, p.peak_memory_bytes, self.limit))
-            if fitting
-            else min(found.values(), key=lambda p: p.peak_memory_bytes)
-        )
+        if fitting:
+            p = min(fitting, key=lambda p: ranked_us(p.step_time_us, p.peak_memory_bytes, self.limit))
+        else:
+            p = min(found.values(), key=lambda p: p.peak_memory_bytes)
         peak = p.peak_memory_bytes if p.fits_host else math.inf  # fits nowhere
         return Priced(remat, microbatches, p.step_time_us, peak, p.host_us, p.host_bytes, self.limit)
 
@@ -217,7 +216,7 @@ class _Probes:
                 yield Priced(remat, parts.microbatches, time_us, peak, 2 * busy, waiting)
 
     def _mixes(self, pure: Sequence[Priced]) -> list[Priced]:
-        """Mixes over the layers of a policy that is too large, or may be, and a slower one that fits.
+        """Mixes over the layers of two policies: a light one that may exceed the memory, and a slower one that fits.
 
         Neither is a mix itself.
         """

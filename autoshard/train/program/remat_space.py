@@ -50,9 +50,9 @@ class Priced:
         microbatches: the number of microbatches.
         time_us: microseconds of a step.
         peak_bytes: peak memory of a device.
-        limit_bytes: memory that a device has; infinite if there is no limit.
         host_us: microseconds in which the link to the host is busy.
         host_bytes: bytes that wait on the host at a time; more than 0 if any values do.
+        limit_bytes: memory that a device has; infinite if there is no limit.
         strategy: the strategy; empty if it is that which suits the variant best.
     """
 

@@ -242,7 +242,7 @@ def test_a_residual_stream_is_written_once_per_layer():
 
 
 def step_of_layer(act, gated=False):
-    """The gradients of a layer of two products, or of three with a gate, whose loss is short."""
+    """Return the gradients of a layer of two products, or of three with a gate, and its inputs."""
 
     def loss(weights, x):
         h = act(x @ weights["up"])
@@ -261,7 +261,7 @@ def step_of_layer(act, gated=False):
     (jax.nn.silu, True, ["dot_general", "dot_general", "dot_general", "mul", "add_any"]),  # two of the gate
 ])  # fmt: skip
 def test_tpus_write_what_an_activation_takes_and_compute_its_result_in_both_passes(act, gated, large):
-    """As compiled for v5e (libtpu 0.0.42.1), `benchmarks/peak_memory.py`."""
+    """XLA:TPU writes the same values: compiled for v5e (libtpu 0.0.42.1) by `benchmarks/peak_memory.py`."""
     program = build(jax.make_jaxpr(step_of_layer(act, gated)[0])(*step_of_layer(act, gated)[1:]))
     memory = fuse(program, fuses_operands=True).written
     found = [op.name for op in program.ops() for v in op.results

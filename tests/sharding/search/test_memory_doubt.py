@@ -38,7 +38,7 @@ def test_a_slightly_slower_plan_with_memory_to_spare_is_chosen(limit, chosen, mo
 
 
 def test_the_search_ranks_by_the_memory_that_the_user_gives():
-    """Its candidates have the limit of the search."""
+    """The candidates of the search have this limit."""
     args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
     made = autoshard.plan(lambda w, x: jnp.tanh(x @ w).sum(), *args, target="v5e:2x4", memory_limit_bytes=2**28)
     best, others = bound_or_error(made.bound).problem.search({}, {}, None)
@@ -87,7 +87,7 @@ def test_offloads_are_compared_with_the_doubt():
 
 
 def test_plans_are_compiled_in_the_order_of_the_doubt(monkeypatch):
-    """If none compiles, the first is chosen; and of one kind only the first is compiled."""
+    """The order matters: if no plan compiles, the first is chosen, and only the first of a kind is compiled."""
     monkeypatch.setattr(shortlist, "variant_table", lambda bound, choice, made: bound)
     tight, lean = bound(100.0, 98.0), bound(103.0, 60.0)
     made: Any = [({"a": 1}, tight), ({"a": 2}, lean)]

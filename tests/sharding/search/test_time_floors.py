@@ -10,7 +10,7 @@ from autoshard.sharding.layout.plan_request import layout_of
 from autoshard.sharding.machines.device_mesh import find_machine
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.program.tracing import trace
-from autoshard.sharding.search.candidate import candidate_time, price
+from autoshard.sharding.search.candidate import candidate_ranked_us, price
 from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, KEPT_CANDIDATES
 from autoshard.sharding.search.known_plans import known_plans
 from autoshard.sharding.search.layout_search import distinct_layouts
@@ -38,10 +38,10 @@ def test_the_fastest_plans_are_those_of_a_search_that_prices_all(known):
     layouts, every, cost = known
     of_name = {c.name: c for c in every}
     found = price_promising(layouts, lambda name, layout: of_name[name], cost.least_us, math.inf, math.inf)
-    fastest, expected = (sorted(some, key=candidate_time)[:KEPT_CANDIDATES] for some in (found, every))
+    fastest, expected = (sorted(some, key=candidate_ranked_us)[:KEPT_CANDIDATES] for some in (found, every))
     assert [c.name for c in fastest] == [c.name for c in expected]
     for kind in {kind_of(c.name) for c in every}:
-        times = [min(candidate_time(c) for c in some if kind_of(c.name) == kind) for some in (found, every)]
+        times = [min(candidate_ranked_us(c) for c in some if kind_of(c.name) == kind) for some in (found, every)]
         assert times[0] == times[1], kind
 
 
@@ -101,7 +101,7 @@ def test_the_plans_that_matter_are_priced_once(known, every):
     found, times = made.promising(), made.times
     assert [c.name for c in found] == [name for name, _ in layouts if name in made.priced], "their order stays"
     assert len(made.priced) == len(set(made.priced)) < len(layouts)
-    by_time, priced = sorted(times.values(), key=candidate_time), sorted(found, key=candidate_time)
+    by_time, priced = sorted(times.values(), key=candidate_ranked_us), sorted(found, key=candidate_ranked_us)
     assert priced[:KEPT_CANDIDATES] == by_time[:KEPT_CANDIDATES]
     fitting = [c for c in by_time if c.fit and c.step_time_us <= by_time[KEPT_CANDIDATES].step_time_us]
     assert {c.name for c in fitting[:ASSIGNED_CANDIDATES]} <= {*made.priced}
@@ -113,7 +113,7 @@ def test_the_best_of_each_kind_is_priced(known):
     found = made.promising(150.0)
     kinds = {kind_of(name) for name, _ in layouts}
     for kind in kinds:
-        best = min((c for c in made.times.values() if kind_of(c.name) == kind), key=candidate_time)
+        best = min((c for c in made.times.values() if kind_of(c.name) == kind), key=candidate_ranked_us)
         assert best in found, kind
 
 

@@ -1,7 +1,8 @@
 """Which reductions XLA:TPU computes in the kernel of a product.
 
-A product's kernel computes a reduction of its result, or of elementwise functions of it, before the result leaves the
-chip. So nothing reads the result for the reduction. If only such reductions take the result, it is never stored.
+The kernel of a product can also reduce its result, or elementwise functions of the result, before it writes anything to
+memory. So the reduction does not read the result from memory. If only such reductions take the result, it is never
+stored.
 
 A kernel computes a reduction if
 
@@ -11,17 +12,17 @@ A kernel computes a reduction if
   needs the maximum first, so it reads the result;
 - it has the element type of the kernel's other reductions. The sum of a float32 array and its maximum are computed
   together. Those of a bfloat16 array are not if the sum is in float32: the kernel then computes only the first one;
-- nothing else takes the result, for a position such as `argmax`.
+- it is not an `argmax` or `argmin`. Those are computed only if nothing else takes the result.
 
 The softmax of scores in float32 is an exception, if the product has dimensions of a batch (`is_softmax`). Its kernel
 keeps whole rows of up to `SOFTMAX_ROW` elements on the chip: it computes the maximum, the exponentials and their sum,
-and writes the exponentials in place of the scores. For longer rows it computes neither.
+and writes the exponentials in place of the scores. For longer rows it computes none of them.
 
 Compiled for v5e, v5p and v6e (libtpu 0.0.42.1, `benchmarks/absorbed_reductions.py`), kernels move as many bytes as
 estimated in all cases without attention but one: a product whose columns are summed in groups is stored in float32. The
-time of attention is 0.86 to 1.06 times the referee's, but 0.58 times without a gradient on v6e, where the exponentials
-are computed apart. Otherwise the length of the rows, the dimension that is reduced, and dimensions of a batch make no
-difference. On other platforms products absorb nothing.
+time of attention is 0.92 to 1.12 times the referee's. The exception is attention without a gradient on v6e, with 0.58
+times, because XLA computes the exponentials in another kernel there. Apart from that, the length of the rows, the
+reduced dimension, and batch dimensions make no difference. On other platforms products absorb nothing.
 
 Not modelled: with one row of the batch on each device, XLA stores the scores in 16 bits and reads them once for the
 sum; and a row's maximum takes a product's kernel up to 0.3 ms for 2**26 elements on v5e.
@@ -35,7 +36,7 @@ from typing import Any
 
 from autoshard._shown import shown
 from autoshard.sharding.cost.constants import PASS_OPS, SOFTMAX_ROW
-from autoshard.sharding.cost.kernels.sources import Sources
+from autoshard.sharding.cost.kernels.sources import Sources, readers
 from autoshard.sharding.program.array_sizes import is_float, itemsize
 from autoshard.sharding.program.operator_kinds import CONVOLUTION, REDUCTIONS
 from autoshard.spmdrules.core.rule import POSITIONS
@@ -61,7 +62,7 @@ class Absorbed:
 
 
 class ReductionFinder:
-    """Finds the reductions of a block that the kernels of products compute.
+    """Finds which reductions of a block the kernels of products compute.
 
     Args:
         avals: the avals of all values.
@@ -105,8 +106,8 @@ class ReductionFinder:
                     reductions.remove(op)
                 else:
                     sums += self.exponential_sums(op)
-            readers = self.readers(value)
-            only_these = value not in outputs and readers <= {*map(id, reductions)}
+            takers = readers([value], self.users, self.kernel_ids, self.sources.memory)
+            only_these = value not in outputs and {*map(id, takers)} <= {*map(id, reductions)}
             chosen = self.computed_together(reductions, only_these)
             if chosen:
                 absorbed[value] = chosen + [op for op in sums if op not in chosen]
@@ -203,20 +204,6 @@ class ReductionFinder:
             seen.add(place)
             todo += op.operands
         return False
-
-    def readers(self, value: int) -> set[int]:
-        """Return the `id`s of the operators in whose kernels a value in memory is read."""
-        memory, todo, seen, found = self.sources.memory, [value], set[int](), set[int]()
-        while todo:
-            for user in self.users.get(todo.pop(), ()):
-                if id(user) in seen:
-                    continue
-                seen.add(id(user))
-                if user.blocks or id(user) in self.kernel_ids or not memory.isdisjoint(user.results):
-                    found.add(id(user))
-                else:
-                    todo += user.results
-        return found
 
     def computed_together(self, reductions: Sequence[Op], only_these: bool) -> list[Op]:
         """Return those of a product's reductions that one kernel computes.

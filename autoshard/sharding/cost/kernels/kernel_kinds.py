@@ -42,9 +42,9 @@ def is_backward(op: Op) -> bool:
 
 
 def is_rearranged(value: int, maker: Mapping[int, Op]) -> bool:
-    """Whether an array is a copy of another one in which parts of dimensions are joined, such as patches of images.
+    """Whether a reshape joined parts of dimensions of an array, as for patches of images, so that it has to be copied.
 
-    No order of dimensions in memory makes this free. Compiled for v5e (libtpu 0.0.42.1), the patches of a vision
+    No order of dimensions in memory avoids the copy. Compiled for v5e (libtpu 0.0.42.1), the patches of a vision
     transformer are written once in 16 bits, and the products of both passes read them.
 
     Args:

@@ -1,8 +1,8 @@
-"""The values in memory from which other values are computed."""
+"""From which values in memory a value is computed, and which kernels compute from it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from autoshard.spmdrules.ir.program import Op
 
@@ -58,3 +58,29 @@ class Sources:
             own.discard(-1)  # the number of literals
             known[v] = frozenset(own)
         return known[value]
+
+
+def readers(
+    values: Iterable[int], users: Mapping[int, Sequence[Op]], kernel_ids: Set[int], memory: Set[int]
+) -> list[Op]:
+    """Return the operators at which the chains of elementwise operators from some values end.
+
+    These are kernels, operators with inner blocks, and operators whose results are stored in memory.
+
+    Args:
+        values: the values.
+        users: value -> the operators of the block that take it.
+        kernel_ids: the `id`s of the operators that are kernels.
+        memory: the values that are stored in memory.
+    """
+    todo, seen, found = [*values], set[int](), list[Op]()
+    while todo:
+        for user in users.get(todo.pop(), ()):
+            if id(user) in seen:
+                continue
+            seen.add(id(user))
+            if user.blocks or id(user) in kernel_ids or not memory.isdisjoint(user.results):
+                found.append(user)
+            else:
+                todo += user.results
+    return found

@@ -208,10 +208,10 @@ class OperatorPrices:
     def _reductions_apart_us(
         self, absorbed: tuple[float, int, float], moves: Sequence[Move], spec: Spec, mesh: Mapping[str, int]
     ) -> float:
-        """Return the microseconds in which the reductions that a product absorbs take its result from memory.
+        """Return the microseconds for the memory traffic of reductions that a product's kernel cannot absorb.
 
-        That is 0 if each device computes its result by itself. If the result is partial, its sum over the devices comes
-        before the reductions, which are then kernels of their own.
+        If the product's result is partial, it is summed over devices before it is reduced. So the reductions are
+        kernels of their own, which read the sum from memory. If the result is not partial, this is 0.
         """
         size, times, on_chip = absorbed
         sums = [m for m in moves if m.array < 0 and m.kind in _REDUCTIONS]

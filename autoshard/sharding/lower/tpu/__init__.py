@@ -1,1 +1,1 @@
-"""What XLA:TPU needs to be told so that it compiles a program as planned."""
+"""Barriers and layout constraints that make XLA:TPU compile a program as planned."""

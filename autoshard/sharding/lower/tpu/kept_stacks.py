@@ -1,17 +1,16 @@
-"""The order of dimensions in memory of values that wait on the device beside values on the host.
+"""The memory layout of kept activations in programs that also offload activations.
 
-A loop over layers stacks what its backward pass needs. If some of these values wait on the host, XLA:TPU takes the
-first iteration out of the loop, and the stacks on the device begin as padded values of that iteration. XLA then chooses
-the order of dimensions of the backward loop's stacks apart from that of the forward loop's. Where these differ, it
-copies whole stacks between the loops. So the slices that a backward loop takes are given the order of their dimensions,
-from major to minor, which the forward loop uses.
+The forward loop over layers stacks the activations that the backward loop needs. If some of the stacks are in host
+memory, XLA:TPU peels the first iteration off the forward loop. It then chooses the layout of the kept stacks (the order
+of their dimensions in memory) separately for each loop. If the two layouts differ, it copies whole stacks between the
+loops. The forward loop uses the row-major layout, so the slices in the backward loop are constrained to it.
 
 Compiled for v6e:2x4 up to the assignment of buffers (libtpu 0.0.42.1), Llama-3 8B under `fsdp:8`, 32 rows of 8192, with
-`host:residual keep:mlp_in`: 78.2 GiB in place of 100.7, and two stacks of 28 GiB are not copied any more.
+`host:residual keep:mlp_in`, needs 78.2 GiB. Without the constraint it needs 100.7 GiB, and copies two stacks of 28 GiB.
 
-Values with heads of attention keep the order that XLA chooses, because the forward loop does not use the order from
-major to minor for them. Compiled for v5e:2x4, GPT 350M under `fsdp:8`, 64 rows of 1024, with
-`host:residual keep:qkv+context`: 4.71 GiB. With their order given, 6.27 GiB, and a step takes 5 % longer.
+Values with attention heads have no constraint, because the forward loop does not store them in the row-major layout.
+Compiled for v5e:2x4, GPT 350M under `fsdp:8`, 64 rows of 1024, with `host:residual keep:qkv+context`, needs 4.71 GiB.
+With the constraint it needs 6.27 GiB, and a step takes 5 % longer.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from autoshard.spmdrules.ir.program import Op
 
 
 def pinned_slices(layout: Layout, mesh: Any, op: Op, count: int, slices: list[Any]) -> list[Any]:
-    """Return the slices that one iteration of a scan takes, with the order of their dimensions.
+    """Return the slices of one iteration of a scan, with kept activations constrained to the row-major layout.
 
-    Only slices of stacks that wait on the device are changed, if others of the same scan wait on the host. Parameters
-    are no such stacks. Values with heads of attention are not changed.
+    If the scan takes no stack from host memory, all slices stay as they are. Slices of parameters, values with
+    attention heads, and values that are not floats always stay as they are.
 
     Args:
         layout: the layout.
         mesh: the mesh of devices.
         op: the scan.
         count: the number of its operands in front of the stacks.
-        slices: the slices of its stacks.
+        slices: one slice of each stack.
     """
     avals, weights = layout.axes.program.avals, (layout.axes.parameter_aliases, layout.roles.computed_weights)
     if not any(_compat.is_on_host(avals[v]) for v in op.operands[count:] if v >= 0):

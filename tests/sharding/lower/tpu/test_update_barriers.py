@@ -207,7 +207,7 @@ def test_an_update_that_starts_before_its_gradient_has_no_barrier():
 
 @jax.jit
 def updated(w, gradient):
-    """An update, and its operands for metrics."""
+    """Return an updated parameter, and the operands of the update, as for metrics."""
     return w - 0.1 * gradient, w, gradient
 
 
@@ -228,7 +228,7 @@ same.defjvp(lambda primals, tangents: (same(*primals), tangents[0]))
     ],
 )
 def test_operands_that_a_call_returns_wait_too(update):
-    """The values of such operands have two variables each."""
+    """Such an operand has two variables in the jaxpr: the operand and the call's result."""
 
     def step(w, x):
         return update(w, jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w))
