@@ -80,9 +80,8 @@ def spread_better(
             candidate = price(str(plan), layout, most_us)
             if candidate is not None and _gains(candidate, best, limit):
                 found.append(candidate)
-    alike = {
-        (candidate_ranked_us(c), c.peak_bytes): c for c in reversed(found)
-    }  # where an axis has nothing left to store
+    # Where an axis has nothing left to store, plans are alike.
+    alike = {(candidate_ranked_us(c), c.peak_bytes): c for c in reversed(found)}
     return sorted(alike.values(), key=candidate_ranked_us)
 
 

@@ -75,6 +75,16 @@ def test_the_result_is_stored_if_something_else_takes_it():
     assert kernels(fn, X, W) == [("dot_general", 0, 1)]
 
 
+def test_the_result_is_stored_if_a_branch_without_results_takes_it():
+    def fn(x, w):
+        y = x @ w
+        total = f32(y).sum(1)
+        jax.lax.cond(x[0, 0] > 0, lambda y: jax.debug.print("{}", y[0, 0]), lambda y: None, y)
+        return total
+
+    assert ("dot_general", 0, 1) in kernels(fn, X, W)
+
+
 def test_other_arrays_are_read_by_the_kernel_of_the_product():
     assert kernels(lambda x, w, y: (f32(x @ w - y) ** 2).sum(-1), X, W, Y) == [("dot_general", 1, 0)]
 
