@@ -52,6 +52,9 @@ def run_cases(
     if predicted is not None:
         kept.add_argument("--predict", action="store_true", help="renew the estimates of stored rows, compile nothing")
     given = parser.parse_args(arguments)
+    known = dict.fromkeys(case[0] for case in cases)
+    if unknown := [target for target in given.targets if target not in known]:
+        parser.error(f"no case is for target {unknown[0]!r}; choose from {', '.join(known)}")
     if given.show:
         print(*stored(path, row), sep="\n")
         return

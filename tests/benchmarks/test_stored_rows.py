@@ -52,3 +52,10 @@ def test_stored_rows_are_shown_or_predicted_without_compiling(tmp_path, capsys):
     assert not done and [row.time for row in rows] == [1, 1, -1]
     with pytest.raises(SystemExit):
         run(path, "--show", "--predict")
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_an_unknown_target_is_an_error_that_lists_the_targets(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(tmp_path / "rows.json", "v9")
+    assert "no case is for target 'v9'; choose from v5e, v6e" in capsys.readouterr().err
