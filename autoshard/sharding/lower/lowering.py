@@ -42,6 +42,7 @@ from autoshard.sharding.lower.merged_rows import reshaped_rows
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, on_shards, scope
 from autoshard.sharding.lower.products.scattered_products import scattered_product
 from autoshard.sharding.lower.products.sums_on_shards import sums_on_shards
+from autoshard.sharding.lower.reduced_operands import reduced_spec
 from autoshard.sharding.lower.tpu.kept_stacks import pinned_slices
 from autoshard.sharding.lower.tpu.update_barriers import UpdateBarriers
 from autoshard.sharding.machines.link_prices import LinkPrices
@@ -236,7 +237,7 @@ class Lowering:
         for i, alone in marks.gathers.items():
             with scope(self.modules, op, i):
                 args[i] = self.resharded(args[i], chosen.spec(rule.operands[i]), op.operands[i], alone)
-        with scope(self.modules if constrained(op) else None, op, -1 if marks.ring is None else marks.ring.array):
+        with scope(self.modules if constrained(op) else None, op, marks.ring_array):
             return self.product(op, args, chosen, wants, marks)
 
     def product(self, op: Op, args: list[Any], chosen: OperatorStrategy, wants: Sequence[Spec], marks: Marks) -> Any:
@@ -254,11 +255,12 @@ class Lowering:
         if op.name in INDEXED and args[1].dtype.itemsize < 4:
             args = [args[0], args[1].astype("int32"), *args[2:]]  # XLA's partitioner aborts on narrower indices
         if op.name not in REDUCTIONS:
-            whole = marks.ring.array if marks.ring is not None else -1
             for i, (x, d, v) in enumerate(zip(args, rule.operands, op.operands, strict=True)):
-                if i not in marks.gathers and i != whole:
+                if i not in marks.gathers and i != marks.ring_array:
                     with scope(self.modules, op, i):
                         args[i] = self.resharded(x, chosen.spec(d), v)
+        elif (spec := reduced_spec(self.layout, op, wants[0])) is not None:
+            args[0] = self.constrain(args[0], spec)
         if self.modules is not None and marks.reduces:
             return self.modules.reduced(op, chosen, wants, args, marks.alone)
         order = order_of_scatter(self.layout, op, chosen, wants[0])
@@ -278,9 +280,8 @@ class Lowering:
 
     def with_user_sharding(self, x: Any, sharding: Any) -> Any:
         """Return `x` constrained to a sharding that the user's program contains, on this mesh."""
-        if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-            return x
-        return lax.with_sharding_constraint(x, self.sharding(x, sharding.spec))
+        is_placed = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+        return lax.with_sharding_constraint(x, self.sharding(x, sharding.spec)) if is_placed else x
 
     def constrain_like_parameter(self, op: Op, results: list[Any]) -> list[Any]:
         """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.

@@ -57,6 +57,11 @@ class Marks:
     alone: bool = False
     ring: Ring | None = None
 
+    @property
+    def ring_array(self) -> int:
+        """The operand that a ring gathers; -1 if there is no ring, or if it sums the result."""
+        return -1 if self.ring is None else self.ring.array
+
 
 def marks_of(overlap: ModuleOverlap, layout: Layout, op: Op, strategy: OperatorStrategy) -> Marks:
     """Return what changes at a decision point with this strategy."""

@@ -18,8 +18,8 @@ def gathered_operands(layout: Layout, op: Op) -> dict[int, Spec]:
 
         scales       of a weight that is decoded (`weights.decoded_weights`)
         parameters   that are joined along a dimension in which they are sharded (`weights.joined_weights`)
-        broadcasts   such as the scale of a norm, if the result is not sharded over the mesh axes that shard the
-                     parameter. Otherwise XLA may shard the result, and all that is computed from it, like the parameter
+        broadcasts   such as the scale of a norm, if a mesh axis shards the stored parameter, but not the result.
+                     Otherwise XLA may shard the result, and all that is computed from it, over this axis
     """
     if (joined := layout.roles.joined.join_of(op)) is not None:
         result, join = joined
@@ -31,7 +31,7 @@ def gathered_operands(layout: Layout, op: Op) -> dict[int, Spec]:
         specs = {i: layout.spec(op.operands[i]) for i in stored}
     else:
         repeated = [i for i, v in enumerate(op.operands) if v in layout.aliased_inputs and _is_repeated(op, i)]
-        specs = {i: layout.spec(op.operands[i]) for i in repeated if not _shares_axes(layout, op, i)}
+        specs = {i: layout.spec(op.operands[i]) for i in repeated if _may_spread(layout, op, i)}
     return {i: spec for i, spec in specs.items() if spec != operand_spec(layout, op.operands[i])}
 
 
@@ -39,7 +39,7 @@ def _is_repeated(op: Op, operand: int) -> bool:
     return bool(op.results) and op.eqn.invars[operand].aval.size < op.eqn.outvars[0].aval.size
 
 
-def _shares_axes(layout: Layout, op: Op, operand: int) -> bool:
-    """Whether a dimension of the result is sharded over a mesh axis of the operand's stored sharding."""
-    of_result = axes_of(layout.spec(op.results[0]))
-    return not set(of_result).isdisjoint(axes_of(operand_spec(layout, op.operands[operand])))
+def _may_spread(layout: Layout, op: Op, operand: int) -> bool:
+    """Whether XLA may shard the result over a mesh axis that shards the stored operand alone."""
+    stored, needed = operand_spec(layout, op.operands[operand]), layout.spec(op.operands[operand])
+    return not set(axes_of(stored)) <= {*axes_of(needed), *axes_of(layout.spec(op.results[0]))}
