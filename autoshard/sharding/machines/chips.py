@@ -222,7 +222,7 @@ def _gpu(
 
 
 # `efficiency` of v5p, v6e and tpu7x, `efficiency_fp8` of tpu7x: calibrated on one published step time each
-# (`benchmarks/recipe_calibration.py`).
+# (`benchmarks/recipe_calibration.py`). `efficiency` of v5e: by the compiler's cycles (`benchmarks/product_efficiency.py`).
 CHIPS: Mapping[str, Chip] = {
     "v4": _tpu(
         "v4",
@@ -254,6 +254,7 @@ CHIPS: Mapping[str, Chip] = {
         kinds="v5 lite|v5e|v5litepod",
         clock_hz=1.5e9,
         flops_int8=394e12,
+        efficiency=0.844,
     ),
     "v5p": _tpu(
         "v5p",

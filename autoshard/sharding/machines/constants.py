@@ -7,9 +7,8 @@ unit, its source, and what depends on it. None of them is known to have been fit
 # --- Shares of rated figures. Predicted times (`cost.step_time`, `cost.collectives`, `hlo.kernel_costs`) use the rated
 # figure times its share. `calibration` divides measured figures by it, so that predictions match the measurements.
 
-# Fraction of a chip's peak FLOP/s that large products reach. Source: chosen, not measured on a chip. The TPU compiler's
-# cycle estimates of large products correspond to 88 to 97 % of the peak (`benchmarks/estimate.py`, comment above
-# `CHIPS`; no command prints them).
+# Fraction of a chip's peak FLOP/s that products reach, for chips without an efficiency of their own (`chips.CHIPS`).
+# Source: chosen, not measured on a chip.
 PEAK_REACHED = 0.95
 
 # Fraction of a chip's memory bandwidth that kernels reach. Source: chosen, not measured. The TPU compiler's cycle
