@@ -115,9 +115,7 @@ def case_of(row: Row) -> tuple[Any, ...]:
 def medians(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
     """Return the median efficiency by target and dtype of the weights."""
     keys = dict.fromkeys((row.target, row.weights) for row in rows)
-    return {
-        key: statistics.median(row.efficiency for row in rows if (row.target, row.weights) == key) for key in keys
-    }
+    return {key: statistics.median(row.efficiency for row in rows if (row.target, row.weights) == key) for key in keys}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ from autoshard.sharding.layout.operator_sharding import (
     written_spec,
 )
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
+from autoshard.sharding.lower.activation_spread import operand_path, reduced_spec, with_planned_rows
 from autoshard.sharding.lower.declared_operators import run_declared
 from autoshard.sharding.lower.gathers.gather_order import GatherOrder
 from autoshard.sharding.lower.gathers.operand_gathers import gathered_operands
@@ -42,7 +43,6 @@ from autoshard.sharding.lower.merged_rows import reshaped_rows
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, on_shards, scope
 from autoshard.sharding.lower.products.scattered_products import scattered_product
 from autoshard.sharding.lower.products.sums_on_shards import sums_on_shards
-from autoshard.sharding.lower.reduced_operands import reduced_spec
 from autoshard.sharding.lower.tpu.kept_stacks import pinned_slices
 from autoshard.sharding.lower.tpu.update_barriers import UpdateBarriers
 from autoshard.sharding.machines.link_prices import LinkPrices
@@ -51,7 +51,6 @@ from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
-from autoshard.spmdrules.core.reshard_path import reshard_path
 from autoshard.spmdrules.ir.program import IMPLEMENTATION, Block, Op
 
 # Calls that take the constants of their jaxpr as first operands, and the parameter with the number of constants.
@@ -126,7 +125,7 @@ class Lowering:
         moved, before = x if narrow is None else x.astype(narrow), operand_spec(self.layout, value)
         if alone is not None and self.modules is not None:
             return self.modules.gathered(moved, before, spec, alone).astype(x.dtype)
-        for step in [spec] if value in self.layout.aliased_inputs else reshard_path(before, spec):
+        for step in operand_path(self.layout, value, spec):
             moved = self.constrain(moved, step)
         return moved.astype(x.dtype)
 
@@ -376,6 +375,7 @@ class Lowering:
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             x = pinned_slices(self.layout, self.mesh, op, n_consts + n_carry, x) if self.on_tpu else x
+            carry = with_planned_rows(self.layout, op.operands[n_consts:], carry, self.constrain)
             out = self.function(op.blocks[0])(*consts, *carry, *x)
             return out[:n_carry], out[n_carry:]
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import AutoshardWarning
-from autoshard.sharding.lower import compiler_remarks, lowering
+from autoshard.sharding.lower import activation_spread, compiler_remarks
 from autoshard.sharding.lower.compiler_remarks import kept_remarks, remarks_text
 from tests.sharding.programs import assert_close, batch, mlp_state, sgd_step
 
@@ -34,7 +34,7 @@ def no_stored_programs():
 @pytest.fixture
 def resharding_at_once(monkeypatch):
     """Leaves out the shardings in between. XLA makes remarks where it moves and gathers mesh axes at once."""
-    monkeypatch.setattr(lowering, "reshard_path", lambda before, after: [after])
+    monkeypatch.setattr(activation_spread, "reshard_path", lambda before, after: [after])
 
 
 def lines_written_to(capfd) -> list[str]:
