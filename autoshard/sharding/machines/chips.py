@@ -221,8 +221,7 @@ def _gpu(
     )  # fmt: skip
 
 
-# `efficiency` of v5p, v6e and tpu7x, `efficiency_fp8`: calibrated on one published step time each
-# (`benchmarks/recipe_calibration.py`). `efficiency` of v5e: by the compiler (`benchmarks/product_efficiency.py`).
+# `efficiency`: one published step time each (`benchmarks/recipe_calibration.py`); v5e: `benchmarks/product_efficiency.py`.
 CHIPS: Mapping[str, Chip] = {
     "v4": _tpu(
         "v4",
