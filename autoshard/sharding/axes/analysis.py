@@ -9,14 +9,15 @@ from typing import cast
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.batch_axis import batch_axis
-from autoshard.sharding.axes.carried_rows import carried_batch
 from autoshard.sharding.axes.expert_routing import split_expert_axes
-from autoshard.sharding.axes.generated_batches import join_generated_batches
-from autoshard.sharding.axes.graph_axes import find_graph_axes
 from autoshard.sharding.axes.logical_axes import LogicalAxes, find_axes
 from autoshard.sharding.axes.naming.axis_names import name_axes, name_computed_axes
 from autoshard.sharding.axes.roles import Role, Roles, find_roles
-from autoshard.sharding.axes.single_row import values_of_single_row
+from autoshard.sharding.axes.rows.carried_rows import carried_batch
+from autoshard.sharding.axes.rows.generated_batches import join_generated_batches
+from autoshard.sharding.axes.rows.graph_axes import find_graph_axes
+from autoshard.sharding.axes.rows.separate_batches import separate_batches
+from autoshard.sharding.axes.rows.single_row import values_of_single_row
 from autoshard.sharding.program.tracing import Traced
 
 
@@ -50,7 +51,8 @@ def analyse(traced: Traced) -> Analysis:
     3. `join_generated_batches` merges the axes of rows that the step generates itself into the batch, in place. It
        must run before the roles are found, because they depend on which values have the batch.
     4. `find_graph_axes` finds edges, nodes and graphs in the data. If the batch is one of them, the others are rows,
-       too: their values are activations, not sums over the batch. In any case their features are data.
+       too: their values are activations, not sums over the batch. In any case their features are data. And
+       `separate_batches` finds batches of the data beside the batch. They are rows, too.
     5. `find_roles` takes the batch and these rows, and assigns roles to inputs and axes. It finds the axes of experts.
     6. `split_expert_axes` gives the router's experts an axis of their own, in place. It needs the roles of step 5. The
        roles need not be found again: the axis that it adds has no role but `Roles.routers`.
@@ -75,8 +77,9 @@ def analyse(traced: Traced) -> Analysis:
     replicas, counts = _cut_axes(traced, axes)
     known = _known_roles(traced, axes)
     graph = find_graph_axes(program, axes, state_inputs)
+    others = (*graph.beside(batch), *separate_batches(program, axes, state_inputs, batch, {*graph.all}))
     roles = find_roles(
-        program, axes, state_inputs, batch=batch, other_rows=graph.beside(batch), row=row, replicas=replicas,
+        program, axes, state_inputs, batch=batch, other_rows=others, row=row, replicas=replicas,
         counts=counts, single_rows=traced.microbatches if _cuts_single_rows(traced, axes) else 0, known=known,
     )  # fmt: skip
     routers = split_expert_axes(axes, roles)

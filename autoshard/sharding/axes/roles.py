@@ -31,8 +31,8 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.axis_uses import AxisUses, find_uses
 from autoshard.sharding.axes.batch_axis import batch_axis
 from autoshard.sharding.axes.constants import MAX_FUSED_WEIGHTS
-from autoshard.sharding.axes.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
+from autoshard.sharding.axes.rows.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.weights.computed_weights import computed_weights, rearranged_weights
 from autoshard.sharding.axes.weights.decoded_weights import decoded_weights
 from autoshard.sharding.axes.weights.gradients import gradients_of
@@ -65,8 +65,9 @@ class Roles:
     Attributes:
         inputs: program input -> its role.
         batch: the batch axis, if there is one. In a single row it counts positions, and may be in `sequence`, too.
-        other_rows: axes of rows besides the batch: edges, nodes and graphs, if the batch is one of them (`graph_axes`).
-            Values with such an axis are activations like those with the batch.
+        other_rows: axes of rows besides the batch: edges, nodes and graphs, if the batch is one of them (`graph_axes`),
+            and batches of another size (`separate_batches`). Values with such an axis are activations like those with
+            the batch.
         row: the values of the only row of a step without a batch axis (`single_row`).
         sequence: sequence axes.
         context: sequence axes that no loop runs over.

@@ -1,1 +1,1 @@
-"""Rewrites the traced step so that it needs fewer collectives: in loops over time, and for gradients of slices."""
+"""Rewrites the traced step so that it needs fewer collectives, or so that more devices share the rows of its batch."""

@@ -45,7 +45,7 @@ def with_added_slices(traced: Traced) -> Traced:
     with _compat.auto_axes():
         inlined = with_program(traced, rewritten(traced.closed))
         edits = FrameEdits()
-        changed = [_change(block, edits.at(path)) for block, path in _frames(inlined.program.block)]
+        changed = [_change(block, edits.at(path)) for block, path in frames(inlined.program.block)]
         return with_program(traced, rewritten(inlined.closed, edits)) if any(changed) else traced
 
 
@@ -66,13 +66,13 @@ def _is_pad_of_zeros(op: Op) -> bool:
     return isinstance(value, _compat.Literal) and not value.val
 
 
-def _frames(block: Block, path: tuple[int, ...] = ()) -> Iterator[tuple[Block, tuple[int, ...]]]:
+def frames(block: Block, path: tuple[int, ...] = ()) -> Iterator[tuple[Block, tuple[int, ...]]]:
     """Yield a block and the bodies in it that can be changed, with the paths of their frames."""
     yield block, path
     positions = {id(eqn): n for n, eqn in enumerate(_compat.open_jaxpr(block.jaxpr).eqns)}
     for op in block.ops:
         if op.name in FRAMES and id(op.eqn) in positions:
-            yield from _frames(op.blocks[0], (*path, positions[id(op.eqn)]))
+            yield from frames(op.blocks[0], (*path, positions[id(op.eqn)]))
 
 
 @shown

@@ -19,6 +19,7 @@ from autoshard.sharding.layout.plan_request import moves_keys, parse_request
 from autoshard.sharding.layout.request_scaling import scaled_pipelines
 from autoshard.sharding.loops.loop_collectives import with_loop_collectives
 from autoshard.sharding.loops.slice_gradients import with_added_slices
+from autoshard.sharding.loops.split_rows import with_whole_rows
 from autoshard.sharding.machines.device_mesh import (
     MeshLike,
     existing_placement,
@@ -224,7 +225,11 @@ def _plan_program(
         options = plan.compiler_options.get(machine.target.platform, {})
         machine = replace(machine, target=with_options(machine.target, options))
     traced = with_loop_collectives(with_added_slices(traced), machine.target.chip.memory_bytes)
-    problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints, gather, overlap)
+    settings = memory_limit_bytes, constraints, gather, overlap
+    problem = PlanningProblem(traced, machine, *settings)
+    whole = with_whole_rows(traced, problem.axes, problem.roles, machine.target.devices)
+    if whole is not traced:
+        traced, problem = whole, PlanningProblem(whole, machine, *settings)
     problem.target_given = target is not None
     problem.check_rules_known(strict)
     problem.check_effects()

@@ -9,7 +9,7 @@ from autoshard.spmdrules.core.rule import POSITIONS
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS
 from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE_OPERATORS
-from autoshard.spmdrules.families.weight_gathers import OUTSIDE_LOOPS
+from autoshard.spmdrules.families.weight_gathers import OUTSIDE_LOOPS, whole_p
 from autoshard.spmdrules.ir.program import Op
 from autoshard.spmdrules.reference.coverage import runs_on_host
 
@@ -21,7 +21,7 @@ REDUCTIONS = (
 INDEXED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 # Operators whose operands must be gathered, although XLA does not gather them by itself. With sharded operands, the
 # compiled program fails, or adds an initial value once per shard.
-NEEDS_GATHERED = ("fft", "reduce", "reduce_window")
+NEEDS_GATHERED = ("fft", "reduce", "reduce_window", whole_p.name)
 # Operators that sort along a dimension. If it is sharded, XLA reshards the operands by itself. The layout decides how,
 # so that the estimate counts these collectives. `top_k` is among `MISPARTITIONED`.
 SORTS = ("sort", "approx_top_k")

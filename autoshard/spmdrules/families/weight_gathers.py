@@ -1,6 +1,6 @@
-"""Operators that mark where collectives run outside of a loop. They return their operand.
+"""Operators that mark where collectives run. They return their operand.
 
-A weight is gathered before the loop, and a sum is reduced after it.
+A weight is gathered before a loop, and a sum is reduced after it. Rows of a batch are gathered before they are split.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jax.interpreters import mlir
 
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Rule
-from autoshard.spmdrules.core.rule_builder import pass_through
+from autoshard.spmdrules.core.rule_builder import pass_through, replace_dim
 
 gather_p = Primitive("gather_once")
 before_loop_p = Primitive("gather_before_loop")
@@ -21,6 +21,11 @@ for _primitive in (gather_p, before_loop_p, after_loop_p):
     _primitive.def_impl(lambda x: x)
     _primitive.def_abstract_eval(lambda x: x)
     mlir.register_lowering(_primitive, lambda _, x: [x])
+
+whole_p = Primitive("gather_rows")
+whole_p.def_impl(lambda x, *, dim: x)
+whole_p.def_abstract_eval(lambda x, *, dim: x)
+mlir.register_lowering(whole_p, lambda _, x, *, dim: [x])
 
 AROUND_LOOPS = frozenset({before_loop_p.name, after_loop_p.name})
 OUTSIDE_LOOPS = AROUND_LOOPS | {gather_p.name}
@@ -88,3 +93,32 @@ def _outside_rule(array: Any) -> Rule:
     """``a b -> a b; linear 0``: each shard has its part of the array."""
     build, dims = pass_through(array.shape)
     return build.rule([dims], [dims], linear=((0,),))
+
+
+def gather_rows(array: Any, dim: int) -> Any:
+    """Returns an array as it is. On a mesh, one of its dimensions is gathered, and is a logical axis of its own.
+
+    If a reshape splits the rows of a batch, the parts are logical axes everywhere, and no mesh axis can shard the batch
+    in more shards than the major part has rows. Behind this operator, the batch stays one axis.
+
+    Args:
+        array: `[...]`, of any type.
+        dim: the dimension.
+
+    Returns:
+        `[...]`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> gather_rows(jnp.arange(3), 0).tolist()
+        [0, 1, 2]
+    """
+    return whole_p.bind(array, dim=dim)
+
+
+@rule(whole_p)
+def _whole_rule(array: Any, *, dim: int) -> Rule:
+    """``w b -> w1 b; whole w w1; linear 0; moves 0``: the results' dimension is not that of the operand."""
+    build, dims = pass_through(array.shape)
+    own, other = build.whole(array.shape[dim]), build.whole(array.shape[dim])
+    return build.rule([replace_dim(dims, dim, own)], [replace_dim(dims, dim, other)], linear=((0,),), moves=(0,))

@@ -6,11 +6,11 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from autoshard.sharding.axes.graph_axes import GraphAxes
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.naming.convolution_axes import convolution_axes
 from autoshard.sharding.axes.naming.thin_axes import ThinAxes
 from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.axes.rows.graph_axes import GraphAxes
 from autoshard.spmdrules.ir.program import Program
 
 
@@ -46,6 +46,8 @@ def name_axes(
         name_axis(c, "graphs")
     if roles.batch not in roles.sequence:
         name_axis(roles.batch, "batch")
+    for c in roles.other_rows:
+        name_axis(c, "batch")
     name_axis(roles.stages, "stages")
     name_axis(roles.replicas, "replicas")
     for c in sorted(roles.counts):

@@ -13,7 +13,7 @@ from autoshard.errors import PlanError
 from autoshard.models.pretrained.folder import Folder
 from autoshard.models.pretrained.load import Described
 from autoshard.serve.steps import Steps
-from autoshard.sharding.axes.single_row import values_of_single_row
+from autoshard.sharding.axes.rows.single_row import values_of_single_row
 from autoshard.sharding.program.tracing import trace
 from tests.models.pretrained.folders import DEEPSEEK_V3, GPT_OSS, LLAMA, MIXTRAL
 

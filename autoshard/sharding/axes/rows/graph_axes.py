@@ -82,7 +82,10 @@ def _indexed(program: Program, axes: LogicalAxes) -> tuple[Mapping[tuple[int, in
     for op, factors in zip(program.ops(), axes.of_op, strict=True):
         if op.rule is None or not (op.name == "gather" or op.name.startswith("scatter")) or op.operands[1] < 0:
             continue
-        rows = [c for dim in axes.of_value[op.operands[1]] for c in dim]
+        # An array with both axes has an element for each pair, such as the score of a query and a document. An operator
+        # that picks elements of its own row does not relate the two.
+        indexed = {c for dim in axes.of_value[op.operands[0]] for c in dim}
+        rows = [c for dim in axes.of_value[op.operands[1]] for c in dim if c not in indexed]
         for addressed in (c for f in op.rule.factors if f.kind == "index" for c in factors.get(f.name, ())):
             for row in rows:
                 first_op.setdefault((row, addressed), op.name)

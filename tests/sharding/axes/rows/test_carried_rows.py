@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.sharding.axes.carried_rows import carried_batch
 from autoshard.sharding.axes.logical_axes import find_axes
+from autoshard.sharding.axes.rows.carried_rows import carried_batch
 from autoshard.sharding.program.tracing import trace
 
 

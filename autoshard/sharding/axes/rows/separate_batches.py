@@ -1,0 +1,62 @@
+"""Batches of the data that a step computes apart from each other and that have axes of their own.
+
+Examples are labelled and unlabelled rows, queries and documents, points inside of a domain and on its boundary. Their
+numbers may differ, so no rule unifies their axes. Each of them has activations of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+
+from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS
+from autoshard.spmdrules.ir.program import Program
+
+
+def separate_batches(
+    program: Program, axes: LogicalAxes, state: Sequence[int], batch: int | None, known: Set[int] = frozenset()
+) -> tuple[int, ...]:
+    """Return the axes of batches besides the batch, in the order of the inputs.
+
+    Such an axis meets three conditions:
+
+    1. It is the first dimension of inputs that are not state, and no other dimension of an input has it. An axis of
+       weights that are not trained is the last dimension of one weight and the first one of the next.
+    2. A product with a weight keeps it, and the other operand does not have the batch.
+    3. No product with a weight keeps it together with the batch. Otherwise it is a sequence, such as points at which
+       each row is evaluated.
+
+    Args:
+        program: the program.
+        axes: its logical axes.
+        state: the inputs that the program returns updated. Without any, data cannot be told from weights.
+        batch: the batch axis, if there is one.
+        known: axes that are known to be rows.
+    """
+    if batch is None or not state:
+        return ()
+    of_state = [axes.of_value[v] for v in program.inputs if v in {*state}]
+    of_data = [axes.of_value[v] for v in program.inputs if v not in {*state}]
+    leading = dict.fromkeys(dims[0][0] for dims in of_data if dims and len(dims[0]) == 1)
+    elsewhere = set[int]().union(*map(_classes, of_state), *(_classes(dims[1:]) for dims in of_data))
+    candidates = leading.keys() - elsewhere - axes.stacked - known
+    if not candidates:
+        return ()
+    apart, together = set[int](), set[int]()
+    for left, right, result in {*_contractions(axes)}:
+        for rows, weight in ((left, right), (right, left)):
+            if batch not in weight and not weight & candidates:
+                (together if batch in rows else apart).update(rows & result & candidates)
+    return tuple(c for c in leading if c in apart - together)
+
+
+def _contractions(axes: LogicalAxes) -> Iterator[tuple[frozenset[int], frozenset[int], frozenset[int]]]:
+    """Yield the logical axes of both operands and of the result of each contraction."""
+    for op in axes.program.ops():
+        if op.name in CONTRACTIONS and all(v >= 0 for v in op.operands[:2]):
+            left, right, result = (_classes(axes.of_value[v]) for v in (*op.operands[:2], op.results[0]))
+            yield left, right, result
+
+
+def _classes(leaves: Leaves) -> frozenset[int]:
+    return frozenset(c for dim in leaves for c in dim)

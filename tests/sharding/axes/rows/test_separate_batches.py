@@ -1,0 +1,135 @@
+"""Batches of the data beside the batch, such as unlabelled rows or documents, are sharded like the batch."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.sharding.axes.analysis import analyse
+from autoshard.sharding.program.tracing import trace
+from tests.sharding.programs import assert_close
+
+
+def weights(*sizes):
+    keys = jax.random.split(jax.random.key(0), len(sizes) - 1)
+    pairs = zip(keys, sizes, sizes[1:], strict=False)
+    return [0.3 * jax.random.normal(key, pair) for key, *pair in pairs]
+
+
+def perceptron(params, x):
+    for w in params[:-1]:
+        x = jnp.tanh(x @ w)
+    return x @ params[-1]
+
+
+def descent(loss):
+    def step(params, *data):
+        value, grads = jax.value_and_grad(loss)(params, *data)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value, grads
+
+    return step
+
+
+def rows_of(count, width=16):
+    return jax.random.normal(jax.random.key(count), (count, width))
+
+
+@descent
+def half_labelled(params, labelled, labels, unlabelled):
+    """The loss of semi-supervised training: the rows of both batches go through the same weights."""
+    known = optax.softmax_cross_entropy_with_integer_labels(perceptron(params, labelled), labels).mean()
+    logits = perceptron(params, unlabelled)
+    return known + jnp.mean(optax.softmax_cross_entropy(logits, jax.lax.stop_gradient(jax.nn.softmax(2 * logits))))
+
+
+@descent
+def retrieval(params, queries, documents):
+    """Each query is compared with all documents. Each kind has weights of its own."""
+    scores = perceptron(params["query"], queries) @ perceptron(params["document"], documents).T
+    return optax.softmax_cross_entropy_with_integer_labels(scores, 3 * jnp.arange(len(queries))).mean()
+
+
+PROGRAMS = {
+    "half_labelled": (half_labelled, (weights(16, 64, 64, 8), rows_of(16), jnp.arange(16) % 8, rows_of(56)), (1, 3)),
+    "retrieval": (
+        retrieval,
+        ({"query": weights(16, 64, 32), "document": weights(16, 64, 32)}, rows_of(16), rows_of(48)),
+        (1, 2),
+    ),
+}
+
+
+def other_rows(fn, *args):
+    found = analyse(trace(fn, args, {}))
+    return [(found.axes.name(c), found.axes.sizes[c]) for c in found.roles.other_rows]
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("half_labelled", {16, 56}), ("retrieval", {16, 48})])
+def test_the_other_batch_is_found(name, sizes):
+    fn, args, _ = PROGRAMS[name]
+    found = analyse(trace(fn, args, {}))
+    batch = found.roles.batch
+    assert batch is not None
+    assert other_rows(fn, *args) == [("batch_1", *sizes - {found.axes.sizes[batch]})]
+    roles = [found.roles.inputs[v] for v in found.axes.program.inputs]
+    assert roles == ["parameter"] * len(jax.tree.leaves(args[0])) + ["data"] * (len(args) - 1)
+
+
+@pytest.mark.whole
+@pytest.mark.few(1)
+@pytest.mark.parametrize("strategy", ["dp:8", "dp:2 fsdp:2 tp:2"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_both_batches_are_sharded_and_the_results_are_those_of_one_device(name, strategy):
+    fn, args, data = PROGRAMS[name]
+    step = autoshard.auto_shard(fn, plan=strategy)
+    specs = step.plan(*args).in_specs
+    rows = P("dp") if strategy == "dp:8" else P(("dp", "fsdp"))
+    assert [specs[n] for n in data] == [rows, rows]
+    assert_close(step(*args), jax.jit(fn)(*args))
+
+
+def test_rows_without_a_gradient_are_found():
+    @descent
+    def fn(params, x, keys):
+        memory = perceptron(jax.lax.stop_gradient(params), keys)
+        return jnp.mean(jnp.square(jax.nn.softmax(perceptron(params, x) @ memory.T) @ memory))
+
+    assert other_rows(fn, weights(16, 64, 8), jnp.ones((48, 16)), jnp.ones((32, 16))) == [("batch_1", 32)]
+
+
+def test_points_at_which_each_row_is_evaluated_are_no_batch():
+    @descent
+    def fn(params, x, places):
+        seen = jnp.tanh((x @ params[0])[:, None] + places @ params[1])
+        return jnp.mean(jnp.square(jnp.tanh(seen @ params[2])))
+
+    assert other_rows(fn, [*weights(16, 32), *weights(4, 32), *weights(32, 16)], rows_of(8), rows_of(24, 4)) == []
+
+
+def test_rows_that_no_weight_multiplies_are_no_batch():
+    @descent
+    def fn(params, x, basis):
+        return jnp.mean(jnp.square(perceptron(params, x) @ (basis.T @ basis)))
+
+    assert other_rows(fn, weights(16, 64, 8), rows_of(48), rows_of(32, 8)) == []
+
+
+def test_the_axes_of_untrained_weights_are_no_batches():
+    @descent
+    def fn(params, frozen, x):
+        low = [a @ b for a, b in zip(frozen["first"], params, strict=True)]
+        return jnp.mean(jnp.square(perceptron([w + each for w, each in zip(frozen["base"], low, strict=True)], x)))
+
+    frozen = {"base": weights(16, 64, 32, 8), "first": [jnp.ones((n, 4)) for n in (16, 64, 32)]}
+    assert other_rows(fn, [jnp.ones((4, n)) for n in (64, 32, 8)], frozen, jnp.ones((24, 16))) == []
+
+
+def test_a_function_without_state_has_no_other_batch():
+    """Its weights are inputs like the data, such as a table of words that is the product of two matrices."""
+
+    def fn(table, wider, tokens):
+        return jnp.tanh((table @ wider)[tokens] @ wider.T)
+
+    assert other_rows(fn, jnp.ones((100, 8)), jnp.ones((8, 32)), jnp.ones((16, 12), int)) == []
