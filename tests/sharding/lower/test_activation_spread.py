@@ -1,6 +1,7 @@
 """Activations that the plan replicates over a mesh axis beside parameters and gradients that are sharded over it."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def arguments(dtype):
     layer = {"scale": (WIDTH,), "bias": (WIDTH,), "last": (WIDTH,), "up": (WIDTH, 256), "down": (256, WIDTH)}
     layer |= {"enter": (WIDTH, HEADS, WIDTH // HEADS), "leave": (HEADS, WIDTH // HEADS, WIDTH)}
     shapes = {"token": (1, 1, WIDTH), "places": (SEQ + 1, WIDTH), "patch": (48, WIDTH), "head": (WIDTH, 16)}
-    state = {name: jax.random.normal(next(keys), shape) / 8 for name, shape in shapes.items()}
+    state: dict[str, Any] = {name: jax.random.normal(next(keys), shape) / 8 for name, shape in shapes.items()}
     state["layers"] = {name: jax.random.normal(next(keys), (LAYERS, *shape)) / 8 for name, shape in layer.items()}
     images = jax.random.normal(next(keys), (ROWS, SEQ, 48)).astype(dtype)
     return state, images, jax.random.randint(next(keys), (ROWS,), 0, 16)
