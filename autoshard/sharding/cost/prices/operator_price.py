@@ -100,9 +100,7 @@ class OperatorPrices:
         count, arrays = len(op.operands), len(op.operands) + len(op.results)
         operands, results, memory = specs[:count], specs[count:arrays], specs[arrays:]
         if not known.is_decision_point:
-            moves = self.plain_moves(op, mesh, operands, results)
-            time = self._memory_us(facts, mesh, memory, {}) + self._exchange_copies_us(op, facts, moves)
-            return Price(time, moves)
+            return Price(self._memory_us(facts, mesh, memory, {}), self.plain_moves(op, mesh, operands, results))
         strategy = strategy_for_specs(
             op, operands, results, facts.transfer_bytes, mesh, self.target.link_prices, sequence,
             is_loop_term(self.roles.loop_sums, op),
@@ -113,14 +111,13 @@ class OperatorPrices:
             moves = with_rounded_operands(moves, facts.rounded)
         if op.name == "gather" and self.target.platform == "tpu":
             moves = lookup_moves(moves, op.eqn.outvars[0].aval.shape, results[0], mesh)
-        copies_us = self._exchange_copies_us(op, facts, moves)
         if strategy.form is not None:
             costs, share = strategy.form.cost.kernels, strategy.form.cost.hidden_share
             time = sum(declared_us(cost, chip) for cost in costs)
-            return Price(time + copies_us, moves, max(cost.held_bytes for cost in costs), share * time)
+            return Price(time, moves, max(cost.held_bytes for cost in costs), share * time)
         if known.is_declared and (costs := declared_costs(op.eqn, shard_types(op, rule, strategy, mesh))):
             time = sum(declared_us(cost, chip) for cost in costs)
-            return Price(time + copies_us, moves, max(cost.held_bytes for cost in costs))
+            return Price(time, moves, max(cost.held_bytes for cost in costs))
         opaque = self._opaque_memory(op, strategy, mesh) if known.is_declared else None
         if opaque:
             time = opaque.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
@@ -140,7 +137,6 @@ class OperatorPrices:
         copied = self._masked_copies(op, known.masked, strategy, mesh)
         time += self._masked_rows_us(op, facts, moves)
         time += 2 * copied / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6  # written and read
-        time += copies_us
         return Price(time, moves, opaque.peak_bytes if opaque else copied, inside=opaque)
 
     def least_us(self, op_class: OperatorClass, devices: int) -> float:
@@ -208,22 +204,6 @@ class OperatorPrices:
         looked_up = max((m.local_bytes for m in moves if m.array < 0 and m.kind in _REDUCTIONS), default=0.0)
         on_chip = max((share for v, _, _, share in facts.memory if v == op.results[0]), default=0.0)
         return self._transfer_us([(looked_up, on_chip)] * 2)
-
-    def _exchange_copies_us(self, op: Op, facts: Facts, moves: Sequence[Move]) -> float:
-        """Return the microseconds of the copies before and after all-to-alls.
-
-        XLA:TPU copies the operand so that the parts for each device are whole, and the result back to the order of its
-        dimensions (libtpu 0.0.42.1; v5e, v5p and v6e). If the operand stays in on-chip memory, so does one copy.
-        """
-        if self.target.platform != "tpu":
-            return 0.0
-        on_chip = {v: share for v, _, _, share in facts.memory}
-        exchanged = [
-            (move.local_bytes, on_chip.get(op.operands[move.array], 0.0) if move.array >= 0 else 0.0)
-            for move in moves
-            if move.kind == "all-to-all"
-        ]
-        return self._transfer_us([each for size, share in exchanged for each in ((size, 0.0), (size, share)) * 2])
 
     def _reductions_apart_us(
         self, absorbed: tuple[float, int, float], moves: Sequence[Move], spec: Spec, mesh: Mapping[str, int]

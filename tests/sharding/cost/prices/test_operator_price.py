@@ -84,21 +84,6 @@ def test_on_tpu_a_lookup_behind_tables_is_all_reduced():
     assert [m.kind for m in price.moves if m.array < 0] == ["reduce-scatter"]
 
 
-@pytest.mark.parametrize(("target", "copies"), [("v5e:2x4", 2), ("h100:1x8", 0)])
-def test_on_tpu_an_all_to_all_is_copied_before_and_after(target, copies):
-    """Rows of 4096 elements are sorted. They are stored in parts, so each device gets whole rows first."""
-    x, local = jax.ShapeDtypeStruct((64, 4096, 512), "float32"), 4 * 64 * 4096 * 512 / 8
-    made = plan(lambda x: jnp.sort(x, axis=1), x, target=target, plan="dp:8", fixed={"x": PartitionSpec(None, "dp")})
-    bound = bound_or_error(made.bound)
-    cost = bound.problem.cost
-    (number,) = [n for n, each in enumerate(cost.classes) if each.op.name == "sort"]
-    specs = CanonicalLayout(bound.layout, cost.queries)(number)
-    price = cost.prices(cost.classes[number], specs.sizes, specs.specs, specs.sequence)
-    assert [(m.kind, m.local_bytes) for m in price.moves] == [("all-to-all", local)]
-    per_us = cost.target.chip.memory_bandwidth * BANDWIDTH_REACHED / 1e6
-    assert price.time_us * per_us == pytest.approx(2 * (1 + copies) * local)  # each is read and written
-
-
 def test_operators_with_empty_results_cost_nothing():
     """`associative_scan` slices no positions at all where its levels become short. XLA removes such slices."""
 
