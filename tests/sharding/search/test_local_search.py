@@ -19,7 +19,7 @@ from autoshard.sharding.search import layout_search, local_search
 from autoshard.sharding.search.candidate import price
 from autoshard.sharding.search.local_search import shards_alike, single_changes, specs_of_values
 from autoshard.train.program.build import workload_step
-from tests.sharding.axes import test_dispatched_rows as dispatched
+from tests.sharding.axes.rows import test_dispatched_rows as dispatched
 from tests.sharding.cost.test_equivalence_classes import problem
 from tests.sharding.search.test_layout_search import train_step
 
