@@ -58,6 +58,7 @@ UNRUN: Mapping[str, str] = {
     "scaled_matmul": _NVIDIA, "scaled_matmul_wrapper": _NVIDIA,
     "with_memory_space_constraint": _COMPILED, "relayout": _COMPILED,
     "to_edtype": _NO_ARRAY, "from_edtype": _NO_ARRAY,
+    "gather_rows": "gathers a dimension on purpose; `tests/sharding/loops/test_split_rows.py` runs it",
 }  # fmt: skip
 
 _INSIDE = "communicates over a named axis inside a shard_map, where nothing is planned"

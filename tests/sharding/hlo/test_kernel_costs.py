@@ -77,7 +77,7 @@ def test_a_product_inside_a_fusion_and_its_precision():
         ROOT %i = bf16[16,64]{1,0:S(1)} fusion(%a, %b), kind=kOutput, calls=%inner
     """
     where, i, kernels = price(entry, inner.replace("PRECISION", ""))
-    once = 2 * 16 * 64 * 32 / (197e12 * 0.95) * 1e6
+    once = 2 * 16 * 64 * 32 / (197e12 * CHIPS["v5e"].efficiency) * 1e6
     assert kernels.times_us(where, i) == (pytest.approx(once), 0)  # on-chip memory costs nothing
     where, i, kernels = price(entry, inner.replace("PRECISION", ", operand_precision={highest,highest}"))
     assert kernels.times_us(where, i)[0] == pytest.approx(6 * once)

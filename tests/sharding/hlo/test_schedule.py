@@ -6,6 +6,7 @@ from autoshard.sharding.hlo.kernel_costs import Kernels
 from autoshard.sharding.hlo.link_times import ProgramLinks
 from autoshard.sharding.hlo.parser import parse_program
 from autoshard.sharding.hlo.schedule import Schedule
+from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.machines.targets import find_target
 from tests.sharding.hlo.texts import loop, text_of
 
@@ -189,7 +190,7 @@ def test_copies_use_the_memory_time_that_compute_leaves():
     copied = run(lines.replace("WORK", ""))[0].totals.roofline_us
     assert copied == pytest.approx(1.0)
     n = 4096
-    flops_us = 2 * n**3 / (197e12 * 0.95) * 1e6
+    flops_us = 2 * n**3 / (197e12 * CHIPS["v5e"].efficiency) * 1e6
     dot = (f"%p = bf16[{n},{n}]{{1,0:S(1)}} constant(0)\n%x = bf16[{n},{n}]{{1,0:S(1)}} dot(%p, %p), "
            "lhs_contracting_dims={1}, rhs_contracting_dims={0}")  # fmt: skip
     assert run(lines.replace("WORK", dot))[0].totals.roofline_us == pytest.approx(flops_us)

@@ -194,7 +194,7 @@ def check_additive_times(work: Any, options: dict[str, Any], tolerance: float, *
 
 def test_additive_times_of_kept_values_are_their_prices():
     """Values are probed on the host. A kept value needs no transfer, and so no copies to and from it."""
-    work = SMALL.with_(width=512, heads=8, ffn=2048)
+    work = SMALL.with_(width=1024, heads=8, ffn=4096)
     remats = "keep:qkv", "keep:mlp_in", "keep:qkv+mlp_in"
     check_additive_times(work, {"target": "v5e:1x1", "memory_limit_bytes": 10**12}, 1e-3, *remats)
 
