@@ -27,12 +27,11 @@ import jax.numpy as jnp
 from estimate import estimate
 from hlo import Computation, Instruction, Module, bits_of, read
 from hlo_cost import is_free
+from judged_steps import exported
 from stored_rows import Case, run_cases
 
 from autoshard import plan
 from autoshard.sharding.audit import compile_job
-from autoshard.sharding.audit.export import export_plan
-from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
 PATH = common.RESULTS / "absorbed_reductions.json"
@@ -227,8 +226,7 @@ def planned(target: str, case: str, length: int) -> tuple[Any, int]:
 def compiled(target: str, case: str, length: int) -> Row:
     """Plan and compile a case."""
     made, elements = planned(target, case, length)
-    options = made.compiler_options.get(find_target(target).platform, {})
-    result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
+    result = compile_job(exported(made, target), TIMEOUT_S)
     if result.kind != "ok":
         return Row(target, case, length, f"{result.kind} {result.message[:80]}", (), (), ())
     judged = estimate(result.text, target, result.coordinates or None, result.memory)
@@ -239,14 +237,24 @@ def compiled(target: str, case: str, length: int) -> Row:
 def _row(
     target: str, case: str, length: int, made: Any, elements: int, found: tuple[float, float], milliseconds: float
 ) -> Row:
-    """Return the row of a plan whose compiled program writes and reads `found` bytes, and takes `milliseconds`."""
+    """Return the row of a case.
+
+    Args:
+        target: the machine.
+        case: the name of the case.
+        length: the length of its rows.
+        made: its plan.
+        elements: elements of the product.
+        found: bytes that the compiled program writes and reads for each element of the product.
+        milliseconds: the step time of the compiled program.
+    """
     written, taken = zip(found, estimated_bytes(made, elements), strict=True)
     times = milliseconds, round(made.estimate.step_time_us / 1e3, 3)
     return Row(target, case, length, "ok", written, taken, times)
 
 
 def predicted(row: Row) -> Row:
-    """Return a row with the planner's estimate of today."""
+    """Return a stored row with a new estimate of the planner."""
     if row.kind != "ok":
         return row
     made, elements = planned(row.target, row.case, row.length)

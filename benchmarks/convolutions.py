@@ -21,15 +21,14 @@ import common  # sets up the path and the devices first
 import jax
 import jax.numpy as jnp
 from estimate import estimate
+from judged_steps import exported
 from rich.console import Console
 from rich.table import Table
 
 from autoshard import plan
 from autoshard.sharding.audit import compile_job
 from autoshard.sharding.audit.compiler_process import versions
-from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.planner.bound_plan import bound_or_error
 
 FOLDER = common.RESULTS / "convolutions"
 TIMEOUT_S = 900.0  # chosen: seconds after which a compiler is stopped
@@ -89,8 +88,7 @@ def compiled(case: Convolution, target: str) -> dict[str, float | str]:
     inputs = case.channels // case.groups
     kernel = jax.ShapeDtypeStruct((case.window, case.window, inputs, case.results), jnp.bfloat16)
     made = plan(convolve, x, kernel, target=target, plan=f"dp:{machine.devices}")
-    options = made.compiler_options.get(machine.platform, {})
-    result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
+    result = compile_job(exported(made, target), TIMEOUT_S)
     row: dict[str, float | str] = {
         "kind": result.kind,
         "operations_us": case.flops / machine.chip.flops * 1e6,

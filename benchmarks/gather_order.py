@@ -27,13 +27,13 @@ from estimate import estimate
 from gathered_buffers import gathered_buffers
 from gathered_buffers import peak as live_peak
 from hlo import read
+from judged_steps import exported
 
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
 from autoshard.models.workloads import workload
-from autoshard.sharding.audit import compile_job, export_plan, missing_compiler
+from autoshard.sharding.audit import compile_job, missing_compiler
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_step
 
 PATH = RESULTS / "gather_order.json"
@@ -83,8 +83,7 @@ def row_of(target: str, layers: int, batch: int, words: str, remat: str, gather:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoshardWarning)
         made = plan(*workload_step(work), target=target, plan=words, donate_argnums=0, gather=gather)
-    options = made.compiler_options.get(find_target(target).platform, {})
-    result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
+    result = compile_job(exported(made, target), TIMEOUT_S)
     step: Any = {}
     gathered = None
     if result.kind == "ok":

@@ -4,12 +4,12 @@
     python benchmarks/product_efficiency.py v5e:2x2            # the rows of a target
     python benchmarks/product_efficiency.py --show             # the stored rows, without compiling
 
-Each case is the gradient of two blocks in a row: a norm, products and the elementwise operators between them, and a
-residual sum. XLA computes these operators in the kernels of the products, which makes the kernels slower than bare
-products. Rows of the input are sharded over four devices; the weights are whole, in bfloat16 as after a gather, or in
-float32, which the kernels round themselves. A row shows the time of the step's products at the peak, over the time of
-their kernels in the compiled program by the joined measure (`estimate.py`). Nothing runs. The rows are stored in
-`results/product_efficiency.json`.
+Each case is the gradient of two blocks. A block has a norm, products with elementwise operators between them, and a
+residual sum. XLA fuses these operators into the kernels of the products, and the fused kernels are slower than the
+products alone. The rows of the input are sharded over four devices. The weights are whole: in bfloat16, as after a
+gather, or in float32, which the kernels round. The efficiency of a case is the time of its products at the peak,
+divided by the time of their kernels in the compiled program (the joined measure of `estimate.py`). Nothing runs. The
+rows are stored in `results/product_efficiency.json`.
 
 `efficiency` of v5e in `autoshard.sharding.machines.chips` is the median of the rows with weights in bfloat16. No
 published step time calibrates this chip.
@@ -28,13 +28,12 @@ import common  # sets up the path and the devices first
 import jax
 import jax.numpy as jnp
 from estimate import estimate
+from judged_steps import exported
 from stored_rows import run_cases, stored
 
 from autoshard import plan
 from autoshard.sharding.audit import compile_job
-from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.planner.bound_plan import bound_or_error
 
 PATH = common.RESULTS / "product_efficiency.json"
 TIMEOUT_S = 900.0  # chosen: seconds after which a compiler is stopped
@@ -98,8 +97,7 @@ def compiled(target: str, block: str, size: tuple[int, int], weights: str) -> Ro
     arrays = [jax.ShapeDtypeStruct(shape, weights) for shape in shapes(block, width)]
     x = jax.ShapeDtypeStruct((rows // SEQ * DEVICES, SEQ, width), jnp.bfloat16)
     made = plan(gradients(block), [arrays] * LAYERS, x, target=target, plan=f"dp:{DEVICES}")
-    options = made.compiler_options.get("tpu", {})
-    result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
+    result = compile_job(exported(made, target), TIMEOUT_S)
     assert result.kind == "ok", result.message
     step = estimate(result.text, target, result.coordinates or None, result.memory)
     kernels = [row for row in step.rows if row.what == "compute" and row.flops > 0]

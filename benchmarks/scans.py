@@ -23,15 +23,14 @@ from typing import Any
 import common  # sets up the path and the devices first
 import jax
 from estimate import estimate
+from judged_steps import exported
 from rich.console import Console
 from rich.table import Table
 
 from autoshard import Plan, plan
 from autoshard.sharding.audit import compile_job
 from autoshard.sharding.audit.compiler_process import versions
-from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.planner.bound_plan import bound_or_error
 
 PATH = common.RESULTS / "scans.json"
 TIMEOUT_S = 900.0  # chosen: seconds after which a compiler is stopped
@@ -65,8 +64,7 @@ def planned(passes: str, dtype: str, axis: int, length: int, target: str) -> Pla
 
 def compiled(made: Plan, target: str) -> dict[str, float | str]:
     """Compile a scan, and return its milliseconds."""
-    options = made.compiler_options.get(find_target(target).platform, {})
-    result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
+    result = compile_job(exported(made, target), TIMEOUT_S)
     row: dict[str, float | str] = {"kind": result.kind}
     if result.kind == "ok":
         judged = estimate(result.text, target, result.coordinates or None, result.memory)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-Case = tuple[Any, ...]  # a target, and what else tells the case from others
+Case = tuple[Any, ...]  # identifies a case; its first item is the target
 
 
 def stored(path: Path, row: Callable[..., Any]) -> list[Any]:

@@ -19,15 +19,14 @@ import common  # sets up the path and the devices first
 import jax
 import jax.numpy as jnp
 from estimate import estimate
+from judged_steps import exported
 from rich.console import Console
 from rich.table import Table
 
 from autoshard import plan
 from autoshard.sharding.audit import compile_job
 from autoshard.sharding.audit.compiler_process import versions
-from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.planner.bound_plan import bound_or_error
 
 PATH = common.RESULTS / "transforms.json"
 TIMEOUT_S = 900.0  # chosen: seconds after which a compiler is stopped
@@ -63,8 +62,7 @@ def compiled(kind: str, length: int, target: str) -> dict[str, float | str]:
         shape = rows, length // 2 + 1
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     made = plan(KINDS[kind], x, target=target, plan=f"dp:{machine.devices}")
-    options = made.compiler_options.get(machine.platform, {})
-    result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
+    result = compile_job(exported(made, target), TIMEOUT_S)
     row: dict[str, float | str] = {"kind": result.kind, "estimate_ms": made.estimate.compute_us / 1e3}
     if result.kind == "ok":
         judged = estimate(result.text, target, result.coordinates or None, result.memory)

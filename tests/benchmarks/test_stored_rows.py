@@ -1,4 +1,4 @@
-"""The command line that compiles a list of cases and stores their rows."""
+"""The command line of benchmarks that compile cases and store a row for each."""
 
 from dataclasses import dataclass, replace
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,35 @@ def sgd_step(params: dict[str, jax.Array], x: Any) -> tuple[dict[str, jax.Array]
     """One step of plain gradient descent."""
     loss, gradients = jax.value_and_grad(mlp_loss)(params, x)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def matrices(*sizes: int) -> list[jax.Array]:
+    """Weights of `perceptron`: matrices from each size to the next."""
+    keys = jax.random.split(jax.random.key(0), len(sizes) - 1)
+    pairs = zip(keys, sizes, sizes[1:], strict=False)
+    return [0.3 * jax.random.normal(key, pair) for key, *pair in pairs]
+
+
+def perceptron(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    """A perceptron with any number of layers and without biases."""
+    for w in params[:-1]:
+        x = jnp.tanh(x @ w)
+    return x @ params[-1]
+
+
+def descent(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """A step of gradient descent for `loss(params, *data)`. It returns the parameters, the loss and the gradients."""
+
+    def step(params: Any, *data: Any) -> tuple[Any, jax.Array, Any]:
+        value, grads = jax.value_and_grad(loss)(params, *data)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value, grads
+
+    return step
+
+
+def rows_of(count: int, width: int = 16) -> jax.Array:
+    """Random rows, `[count, width]`."""
+    return jax.random.normal(jax.random.key(count), (count, width))
 
 
 OPTIMIZER = optax.adamw(1e-2)

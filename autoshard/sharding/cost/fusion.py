@@ -223,7 +223,7 @@ class _Finder:
         return False
 
     def kernels_of(self, op: Op, users: Mapping[int, Sequence[Op]]) -> list[Op]:
-        """Return the operators whose kernels need a result of an elementwise operator, see `readers`."""
+        """Return the kernels that compute from a result of an elementwise operator (`readers`)."""
         return readers(op.results, users, self.kernel_ids, self.memory)
 
     def is_needed_twice(self, op: Op, users: Mapping[int, Sequence[Op]]) -> bool:

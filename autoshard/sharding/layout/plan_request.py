@@ -3,8 +3,8 @@
 Words of a strategy, such as `fsdp:8 tp:4 seq`:
 
     pp:N      layers over N groups of devices, the stages of a pipeline
-    dp:N      batch over N devices, state replicated. Edges and nodes of a graph are both rows of the batch, and so are
-              the rows of several batches
+    dp:N      batch over N devices, state replicated. Edges and nodes of a graph count as rows of the batch. If the data
+              has several batches, each is sharded over the N devices
     zero1:N   dp, and optimizer state over N devices
     fsdp:N    dp, and parameters and optimizer state over N devices (ZeRO-3)
     tp:N      heads, ffn, vocab, ... over N devices

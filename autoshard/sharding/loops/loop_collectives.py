@@ -29,14 +29,13 @@ from autoshard.sharding.axes.analysis import Analysis, analyse
 from autoshard.sharding.axes.weights.loop_sums import ADDITIONS, REARRANGING, LoopSum, loop_sums
 from autoshard.sharding.layout.operator_sharding import is_gradient
 from autoshard.sharding.loops.constants import WHOLE_WEIGHTS_SHARE
+from autoshard.sharding.loops.frames import FRAMES
 from autoshard.sharding.program.array_sizes import is_float, nbytes
 from autoshard.sharding.program.operator_kinds import is_declared
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits, rewritten
 from autoshard.spmdrules.families.weight_gathers import OUTSIDE_LOOPS, gather_before_loop, reduce_after_loop
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined, users_of
-
-FRAMES = ("scan", "remat2")  # operators in whose bodies the program can be changed
 
 
 def with_loop_collectives(traced: Traced, memory_bytes: float) -> Traced:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ from jax import lax
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.weights.joined_sums import sums_of
-from autoshard.sharding.loops.loop_collectives import FRAMES, with_program
+from autoshard.sharding.loops.frames import frames
+from autoshard.sharding.loops.loop_collectives import with_program
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits, rewritten
@@ -66,15 +67,6 @@ def _is_pad_of_zeros(op: Op) -> bool:
     return isinstance(value, _compat.Literal) and not value.val
 
 
-def frames(block: Block, path: tuple[int, ...] = ()) -> Iterator[tuple[Block, tuple[int, ...]]]:
-    """Yield a block and the bodies in it that can be changed, with the paths of their frames."""
-    yield block, path
-    positions = {id(eqn): n for n, eqn in enumerate(_compat.open_jaxpr(block.jaxpr).eqns)}
-    for op in block.ops:
-        if op.name in FRAMES and id(op.eqn) in positions:
-            yield from frames(op.blocks[0], (*path, positions[id(op.eqn)]))
-
-
 @shown
 @dataclass(frozen=True, eq=False)
 class _Term:
@@ -96,7 +88,7 @@ class _Term:
 def _change(block: Block, edits: FrameEdits) -> bool:
     """Change the sums of a block; return whether there was one to change."""
     ops = block.ops
-    # Not the positions of the operators: a gather or a pad may stand for several of these, or for none.
+    # Positions of equations. The program may have several operators for one equation, such as a gather, or none.
     positions = {v: n for n, eqn in enumerate(_compat.open_jaxpr(block.jaxpr).eqns) for v in eqn.outvars}
     uses = Counter(v for op in ops for v in op.operands)
     uses.update(block.outputs)

@@ -1,13 +1,14 @@
-"""Gathers the rows of a batch before a reshape splits them, if the parts could not be sharded over all devices.
+"""Gathers the rows of a batch before a reshape splits them, if this lets more devices share the work.
 
-A few-shot loss reshapes the embeddings of 80 rows to 5 classes of 16 rows, and the judge of a GAN compares rows in
-groups of 4. The parts of a dimension are logical axes of their own, in all values that have the rows. So 8 devices
-could not shard the 80 rows, and could shard rows in 4 groups only over 4 devices. After the rewrite, the rows stay one
-logical axis until they are gathered for the reshape. Each device then repeats what is computed with the parts apart.
+For example, a few-shot loss reshapes the embeddings of 80 rows to 5 classes of 16 rows, and the discriminator of a GAN
+compares the rows of 4 groups. Classes and rows of a class are then two logical axes in all values that have the rows,
+and only the first one can be sharded as the batch: 8 devices cannot share 5 classes, and only 4 of them share 4 groups.
+After the rewrite, the rows are one logical axis. They are gathered before the reshape, and each device computes all of
+what follows until the rows are merged again.
 
-With a share `s` of the work computed with the parts apart, a step on `n` devices takes `1 / n + s` of its time on one
-device. If only `m` devices shard the major part, it takes `1 / m`. The rewrite is made if `s < 1 / m - 1 / n`, both for
-the floating-point operations and for the bytes of results: gathers move bytes.
+Let `s` be the share of the work between the split and the merge, `n` the number of devices, and `m` how many of them
+share the work without the rewrite. In units of the time on one device, the step takes `1 / m` without the rewrite, and
+`1 / n + s` with it. The rewrite is made if `s < 1 / m - 1 / n` for both the FLOPs and the bytes of the results.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.merged.row_order import Dim
 from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.loops.frames import frames
 from autoshard.sharding.loops.loop_collectives import with_program
-from autoshard.sharding.loops.slice_gradients import frames
 from autoshard.sharding.program.array_sizes import axis_weight
 from autoshard.sharding.program.flops import flops_of
 from autoshard.sharding.program.tracing import Traced
@@ -64,7 +65,7 @@ def _split_dims(axes: LogicalAxes, roles: Roles) -> frozenset[Dim]:
 
 
 def _pays(axes: LogicalAxes, split: Set[Dim], devices: int) -> bool:
-    """Whether the devices that could share the work in addition save more than the work that each of them repeats."""
+    """Whether sharing the work among more devices saves more time than the repeated work costs."""
     if len(split) != 1:
         return False
     (dim,) = split
@@ -74,7 +75,7 @@ def _pays(axes: LogicalAxes, split: Set[Dim], devices: int) -> bool:
 
 
 def _share_apart(axes: LogicalAxes, split: Dim) -> float:
-    """Return the share of operators with the parts in several dimensions: of FLOPs or result bytes, the larger one."""
+    """Return the share of the work in operators on split rows, by FLOPs or by result bytes, whichever is larger."""
     parts = {*split}
     is_apart = {
         leaves: any(dim != split and not parts.isdisjoint(dim) for dim in leaves) for leaves in {*axes.of_value}
@@ -90,7 +91,7 @@ def _share_apart(axes: LogicalAxes, split: Dim) -> float:
 
 
 def _gather(op: Op, axes: LogicalAxes, split: Set[Dim], edits: FrameEdits, at: int) -> None:
-    """Write the edits that gather the rows before an operator splits them, or after it has merged them."""
+    """Add the edits that gather the rows before an operator splits them, or after an operator merges them."""
     assert op.rule is not None
     before = edits.before.setdefault(at, [])
     for n, (v, dims) in enumerate(zip(op.operands, op.rule.operands, strict=True)):
@@ -104,7 +105,7 @@ def _gather(op: Op, axes: LogicalAxes, split: Set[Dim], edits: FrameEdits, at: i
 
 
 def _merged(leaves: Leaves, dims: Dims, split: Set[Dim]) -> int | None:
-    """Return the dimension that is one of `split` and that an operator merges or splits; None if there is none."""
+    """Return the dimension of split rows that an operator splits or merges; None if there is none."""
     return next((n for n, dim in enumerate(leaves) if dim in split and len(dims[n]) > 1), None)
 
 

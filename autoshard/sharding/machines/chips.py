@@ -221,7 +221,7 @@ def _gpu(
     )  # fmt: skip
 
 
-# `efficiency`: one published step time each (`benchmarks/recipe_calibration.py`); v5e: `product_efficiency.py` there.
+# TPUs: `benchmarks/recipe_calibration.py` calibrates `efficiency`; for v5e, `benchmarks/product_efficiency.py` does.
 CHIPS: Mapping[str, Chip] = {
     "v4": _tpu(
         "v4",

@@ -96,10 +96,11 @@ def _outside_rule(array: Any) -> Rule:
 
 
 def gather_rows(array: Any, dim: int) -> Any:
-    """Returns an array as it is. On a mesh, one of its dimensions is gathered, and is a logical axis of its own.
+    """Returns its operand. On a mesh, one dimension of the operand is gathered first, and gets a new logical axis.
 
-    If a reshape splits the rows of a batch, the parts are logical axes everywhere, and no mesh axis can shard the batch
-    in more shards than the major part has rows. Behind this operator, the batch stays one axis.
+    If a reshape splits the rows of a batch, both parts are logical axes in all values with these rows. The batch then
+    has at most as many shards as the first part has elements. With this operator before the reshape, the batch stays
+    one axis.
 
     Args:
         array: `[...]`, of any type.

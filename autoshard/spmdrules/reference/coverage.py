@@ -48,7 +48,7 @@ def runs_on_host(primitive: str) -> bool:
     return NO_RULE.get(primitive, "").startswith(ON_HOST)
 
 
-# Primitives whose rules no test can run on CPU devices; tests only compare their texts.
+# Primitives whose rules the oracle does not run on CPU devices, with the reason; tests compare their texts.
 _NVIDIA = "runs on NVIDIA GPUs only"
 _COMPILED = "exists in compiled programs only"
 _NO_ARRAY = "no array of this type can leave a compiled program"
@@ -58,7 +58,7 @@ UNRUN: Mapping[str, str] = {
     "scaled_matmul": _NVIDIA, "scaled_matmul_wrapper": _NVIDIA,
     "with_memory_space_constraint": _COMPILED, "relayout": _COMPILED,
     "to_edtype": _NO_ARRAY, "from_edtype": _NO_ARRAY,
-    "gather_rows": "gathers a dimension on purpose; `tests/sharding/loops/test_split_rows.py` runs it",
+    "gather_rows": "its operand is gathered, so no sharding of the operand is a strategy for the result",
 }  # fmt: skip
 
 _INSIDE = "communicates over a named axis inside a shard_map, where nothing is planned"

@@ -10,45 +10,21 @@ from autoshard import Plan, auto_shard, plan
 from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.loops.split_rows import with_whole_rows
 from autoshard.sharding.program.tracing import trace
-from tests.sharding.programs import assert_close
+from tests.sharding.programs import assert_close, descent, matrices, perceptron, rows_of
 
 WIDTHS = (16, 128, 128, 32)
 
 
-def weights():
-    keys = jax.random.split(jax.random.key(0), len(WIDTHS) - 1)
-    pairs = zip(keys, WIDTHS, WIDTHS[1:], strict=False)
-    return [0.3 * jax.random.normal(key, pair) for key, *pair in pairs]
-
-
-def rows_of(count, width=WIDTHS[0]):
-    return jax.random.normal(jax.random.key(count), (count, width))
-
-
-def embedded(params, x):
-    for w in params[:-1]:
-        x = jnp.tanh(x @ w)
-    return x @ params[-1]
-
-
-def descent(loss):
-    def step(params, *data):
-        value, grads = jax.value_and_grad(loss)(params, *data)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value, grads
-
-    return step
-
-
 def few_shots(params, support, queries, labels):
     """A prototypical network: 5 classes with 16 rows each."""
-    centres = embedded(params, support).reshape(5, 16, -1).mean(1)
-    distances = jnp.sum((embedded(params, queries)[:, None] - centres) ** 2, axis=-1)
+    centres = perceptron(params, support).reshape(5, 16, -1).mean(1)
+    distances = jnp.sum((perceptron(params, queries)[:, None] - centres) ** 2, axis=-1)
     return optax.softmax_cross_entropy_with_integer_labels(-distances, labels).mean()
 
 
 def spread_of_groups(params, x):
     """The judge of a GAN: rows of 4 groups are compared, and the result is repeated for each group."""
-    y = embedded(params, x)
+    y = perceptron(params, x)
     spread = y.reshape(4, -1, y.shape[-1]).std(0).mean(-1)
     return jnp.mean(jnp.concatenate([y, jnp.tile(spread, 4)[:, None]], axis=-1) ** 2)
 
@@ -57,12 +33,12 @@ def attention(params, x):
     """Tokens of 4 sequences in one dimension. Most values have both parts apart."""
     y = (x @ params[0]).reshape(4, -1, 8, 16)
     scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", y, y) / 4)
-    return jnp.mean(embedded(params, x + jnp.einsum("bhqk,bkhd->bqhd", scores, y).reshape(-1, 128)[:, :16]) ** 2)
+    return jnp.mean(perceptron(params, x + jnp.einsum("bhqk,bkhd->bqhd", scores, y).reshape(-1, 128)[:, :16]) ** 2)
 
 
-FEW_SHOTS = (few_shots, (weights(), rows_of(80), rows_of(40), jnp.arange(40) % 5))
-GROUPS = (spread_of_groups, (weights(), rows_of(16)))
-IN_BLOCKS = (lambda *args: jax.checkpoint(spread_of_groups)(*args), (weights(), rows_of(16)))
+FEW_SHOTS = (few_shots, (matrices(*WIDTHS), rows_of(80), rows_of(40), jnp.arange(40) % 5))
+GROUPS = (spread_of_groups, (matrices(*WIDTHS), rows_of(16)))
+IN_BLOCKS = (lambda *args: jax.checkpoint(spread_of_groups)(*args), (matrices(*WIDTHS), rows_of(16)))
 
 
 def changes(loss, args, devices=8):
@@ -95,7 +71,7 @@ def test_a_plan_from_json_shards_the_rows_too():
 
 
 def test_rows_stay_split_where_most_work_needs_the_parts():
-    assert not changes(attention, (weights(), rows_of(4 * 64)))
+    assert not changes(attention, (matrices(*WIDTHS), rows_of(4 * 64)))
 
 
 def test_rows_stay_split_if_the_major_part_is_enough():
@@ -109,5 +85,5 @@ def test_rows_stay_split_in_a_branch():
     def loss(params, x):
         return jax.lax.cond(jnp.sum(x) > 0, lambda: spread_of_groups(params, x), lambda: jnp.mean(x))
 
-    args = weights(), rows_of(16)
+    args = matrices(*WIDTHS), rows_of(16)
     assert not changes(loss, args)

@@ -1,1 +1,1 @@
-"""Rows: which axes of the data count rows that are computed apart, the batch and others."""
+"""Finds axes that count rows of the data: the batch, nodes and edges of a graph, and further batches."""

@@ -1,7 +1,7 @@
-"""Batches of the data that a step computes apart from each other and that have axes of their own.
+"""Finds further batches in the data of a step.
 
-Examples are labelled and unlabelled rows, queries and documents, points inside of a domain and on its boundary. Their
-numbers may differ, so no rule unifies their axes. Each of them has activations of its own.
+Examples are labelled and unlabelled rows, queries and documents, and points inside a domain and on its boundary. The
+batches may have different sizes, so each has its own logical axis and its own activations.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from autoshard.spmdrules.ir.program import Program
 def separate_batches(
     program: Program, axes: LogicalAxes, state: Sequence[int], batch: int | None, known: Set[int] = frozenset()
 ) -> tuple[int, ...]:
-    """Return the axes of batches besides the batch, in the order of the inputs.
+    """Return the axes of all batches but the first, in the order of the inputs.
 
     Such an axis meets three conditions:
 
-    1. It is the first dimension of inputs that are not state, and no other dimension of an input has it. An axis of
-       weights that are not trained is the last dimension of one weight and the first one of the next.
-    2. A product with a weight keeps it, and the other operand does not have the batch.
-    3. No product with a weight keeps it together with the batch. Otherwise it is a sequence, such as points at which
-       each row is evaluated.
+    1. It is the first dimension of inputs that are not state, and no other dimension of an input. This excludes axes of
+       frozen weights: such an axis is the last dimension of one weight and the first dimension of the next.
+    2. It is kept by a product with a weight, and neither operand has the batch axis.
+    3. It is kept by no product with a weight whose other operand has the batch axis, too. Such an axis is a sequence,
+       for example of points at which each row is evaluated.
 
     Args:
         program: the program.

@@ -40,6 +40,6 @@ def _is_repeated(op: Op, operand: int) -> bool:
 
 
 def _may_spread(layout: Layout, op: Op, operand: int) -> bool:
-    """Whether XLA may shard the result over a mesh axis that shards the stored operand alone."""
+    """Whether a mesh axis shards the stored operand, but neither the operand as it is used nor the result."""
     stored, needed = operand_spec(layout, op.operands[operand]), layout.spec(op.operands[operand])
     return not set(axes_of(stored)) <= {*axes_of(needed), *axes_of(layout.spec(op.results[0]))}

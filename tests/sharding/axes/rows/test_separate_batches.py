@@ -9,31 +9,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.program.tracing import trace
-from tests.sharding.programs import assert_close
-
-
-def weights(*sizes):
-    keys = jax.random.split(jax.random.key(0), len(sizes) - 1)
-    pairs = zip(keys, sizes, sizes[1:], strict=False)
-    return [0.3 * jax.random.normal(key, pair) for key, *pair in pairs]
-
-
-def perceptron(params, x):
-    for w in params[:-1]:
-        x = jnp.tanh(x @ w)
-    return x @ params[-1]
-
-
-def descent(loss):
-    def step(params, *data):
-        value, grads = jax.value_and_grad(loss)(params, *data)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value, grads
-
-    return step
-
-
-def rows_of(count, width=16):
-    return jax.random.normal(jax.random.key(count), (count, width))
+from tests.sharding.programs import assert_close, descent, matrices, perceptron, rows_of
 
 
 @descent
@@ -52,10 +28,10 @@ def retrieval(params, queries, documents):
 
 
 PROGRAMS = {
-    "half_labelled": (half_labelled, (weights(16, 64, 64, 8), rows_of(16), jnp.arange(16) % 8, rows_of(56)), (1, 3)),
+    "half_labelled": (half_labelled, (matrices(16, 64, 64, 8), rows_of(16), jnp.arange(16) % 8, rows_of(56)), (1, 3)),
     "retrieval": (
         retrieval,
-        ({"query": weights(16, 64, 32), "document": weights(16, 64, 32)}, rows_of(16), rows_of(48)),
+        ({"query": matrices(16, 64, 32), "document": matrices(16, 64, 32)}, rows_of(16), rows_of(48)),
         (1, 2),
     ),
 }
@@ -96,7 +72,7 @@ def test_rows_without_a_gradient_are_found():
         memory = perceptron(jax.lax.stop_gradient(params), keys)
         return jnp.mean(jnp.square(jax.nn.softmax(perceptron(params, x) @ memory.T) @ memory))
 
-    assert other_rows(fn, weights(16, 64, 8), jnp.ones((48, 16)), jnp.ones((32, 16))) == [("batch_1", 32)]
+    assert other_rows(fn, matrices(16, 64, 8), jnp.ones((48, 16)), jnp.ones((32, 16))) == [("batch_1", 32)]
 
 
 def test_points_at_which_each_row_is_evaluated_are_no_batch():
@@ -105,7 +81,7 @@ def test_points_at_which_each_row_is_evaluated_are_no_batch():
         seen = jnp.tanh((x @ params[0])[:, None] + places @ params[1])
         return jnp.mean(jnp.square(jnp.tanh(seen @ params[2])))
 
-    assert other_rows(fn, [*weights(16, 32), *weights(4, 32), *weights(32, 16)], rows_of(8), rows_of(24, 4)) == []
+    assert other_rows(fn, [*matrices(16, 32), *matrices(4, 32), *matrices(32, 16)], rows_of(8), rows_of(24, 4)) == []
 
 
 def test_rows_that_no_weight_multiplies_are_no_batch():
@@ -113,7 +89,7 @@ def test_rows_that_no_weight_multiplies_are_no_batch():
     def fn(params, x, basis):
         return jnp.mean(jnp.square(perceptron(params, x) @ (basis.T @ basis)))
 
-    assert other_rows(fn, weights(16, 64, 8), rows_of(48), rows_of(32, 8)) == []
+    assert other_rows(fn, matrices(16, 64, 8), rows_of(48), rows_of(32, 8)) == []
 
 
 def test_the_axes_of_untrained_weights_are_no_batches():
@@ -122,7 +98,7 @@ def test_the_axes_of_untrained_weights_are_no_batches():
         low = [a @ b for a, b in zip(frozen["first"], params, strict=True)]
         return jnp.mean(jnp.square(perceptron([w + each for w, each in zip(frozen["base"], low, strict=True)], x)))
 
-    frozen = {"base": weights(16, 64, 32, 8), "first": [jnp.ones((n, 4)) for n in (16, 64, 32)]}
+    frozen = {"base": matrices(16, 64, 32, 8), "first": [jnp.ones((n, 4)) for n in (16, 64, 32)]}
     assert other_rows(fn, [jnp.ones((4, n)) for n in (64, 32, 8)], frozen, jnp.ones((24, 16))) == []
 
 

@@ -228,7 +228,7 @@ same.defjvp(lambda primals, tangents: (same(*primals), tangents[0]))
     ],
 )
 def test_operands_that_a_call_returns_wait_too(update):
-    """Such an operand has two variables in the jaxpr: the operand and the call's result."""
+    """The jaxpr has two variables for such a value: one for the operand, and one for the result of the call."""
 
     def step(w, x):
         return update(w, jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w))
