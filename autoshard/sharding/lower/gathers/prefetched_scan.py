@@ -23,6 +23,7 @@ from autoshard._shown import shown
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.loop_gathers import Gather, loop_gathers, loop_operands
 from autoshard.sharding.layout.operator_sharding import operand_spec
+from autoshard.sharding.lower.activation_spread import with_planned_rows
 from autoshard.sharding.lower.body_lowering import BodyLowering
 from autoshard.sharding.lower.tpu.kept_stacks import pinned_slices
 from autoshard.sharding.machines.link_prices import LinkPrices
@@ -97,6 +98,7 @@ def prefetched_scan(
         after = gathered(following)
         if lowering.on_tpu:
             x = pinned_slices(lowering.layout, lowering.mesh, op, len(consts) + len(init), x)
+        carry = with_planned_rows(lowering.layout, op.operands[len(consts) :], carry, lowering.constrain)
         now = [lowering.constrain(each, gather.spec) for each, gather in zip(now, found.gathers, strict=True)]
         wide = [each.astype(dtype) for each, dtype in zip(now, types, strict=True)]
         with lowering.holding({**lowering.held, **dict(zip(found.gathers, wide, strict=True))}):

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from autoshard import Plan, _compat, auto_shard, plan
 from autoshard.sharding.layout.unrolled_layers import repeats
@@ -103,6 +104,20 @@ def test_the_next_iterations_gathers_depend_on_nothing_that_an_iteration_compute
             left += [v for v in before if v not in needed and v in made_by]
             needed.update(before)
         assert len(next_ones) == 2 and [v.aval.shape for v in carry if v in needed] == [()]  # the number of the layer
+
+
+@pytest.mark.parametrize("gather", ["auto", "prefetch"])
+def test_the_carried_rows_have_their_planned_sharding(gather):
+    params, x = parameters(), jnp.ones((ROWS, WIDTH))
+    made = bound_or_error(plan(step_of(PROGRAMS["scanned"]), params, x, plan="fsdp:8", gather=gather).bound)
+    program = jax.make_jaxpr(made.executable.constrained_program(made.executable.mesh_over(None)))
+    scans = [e for e in program(*jax.tree.leaves((params, x))).eqns if e.primitive.name == "scan"]
+    assert len(scans) == 2  # forward and backward
+    for scan in scans:
+        body, (consts, carries) = _compat.open_jaxpr(scan.params["jaxpr"]), _compat.scan_arity(scan.params)
+        (rows,) = [v for v in body.invars[consts : consts + carries] if v.aval.shape == (ROWS, WIDTH)]
+        (user,) = [e for e in body.eqns if rows in e.invars]
+        assert user.primitive.name == "sharding_constraint" and user.params["sharding"].spec == P("fsdp")
 
 
 def test_gathers_of_written_out_layers_wait_for_the_input_of_the_layer_before():
