@@ -14,13 +14,16 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.spmdrules.core.placement import axes_of, from_partition_spec
 
-IDLE_DEVICES = r"auto_shard\(.*\): (nothing is|only \d+ of the \d+ devices|\d+ of the \d+ attached devices)"
+IDLE_DEVICES = (
+    r"auto_shard\(.*\): (nothing is|only \d+ of the \d+ devices|\d+ of the \d+ attached devices|devices repeat)"
+)
 """The start of the warnings, for programs that are known to be too small for all devices."""
 
 
 def idle_notes(problem: PlanningProblem, layout: Layout) -> list[str]:
     """What a plan reports about idle devices; empty if every device of the machine has work of its own."""
-    return [note for note in (_repeated_note(problem, layout), _unused_note(problem)) if note]
+    repeated = _repeated_note(problem, layout)
+    return [note for note in (repeated, *_rows_notes(problem, layout, repeated), _unused_note(problem)) if note]
 
 
 def warn_of_idle_devices(problem: PlanningProblem, layout: Layout) -> None:
@@ -58,6 +61,22 @@ def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:
     remedies += [] if problem.searched else ["request another plan"]
     remedy = ", or ".join([*remedies, f"use {useful} device{'s' * (useful > 1)}"])
     return f"{text}. {remedy[0].upper()}{remedy[1:]}"
+
+
+def _rows_notes(problem: PlanningProblem, layout: Layout, repeated: str) -> list[str]:
+    """Which rows several devices compute although the mesh axes shard other rows, such as one of two batches."""
+    notes = []
+    for one in undivided(layout):
+        why = problem.undivided_text(one)
+        if one.cls not in problem.roles.rows or why in repeated:
+            continue
+        name, size = problem.axes.name(one.cls), problem.axes.sizes[one.cls]
+        ways = f"sharded {one.shards} ways" if one.shards > 1 else "not sharded"
+        notes.append(
+            f"devices repeat the work on the rows of {name}: {why}, so it is {ways}. "
+            f"Pad {name} to {multiple(size, one.wanted_shards)}"
+        )
+    return notes
 
 
 def _should_shard(problem: PlanningProblem, layout: Layout, axis: str) -> bool:

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.errors import AutoshardWarning
 from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.program.tracing import trace
 from tests.sharding.programs import assert_close, descent, matrices, perceptron, rows_of
@@ -109,3 +110,15 @@ def test_a_function_without_state_has_no_other_batch():
         return jnp.tanh((table @ wider)[tokens] @ wider.T)
 
     assert other_rows(fn, jnp.ones((100, 8)), jnp.ones((8, 32)), jnp.ones((16, 12), int)) == []
+
+
+@pytest.mark.parametrize(("rows", "size"), [(16, 10), (12, 56)])
+def test_a_batch_that_the_devices_do_not_divide_is_reported(rows, size):
+    """The other batch is sharded, so no device is idle. But each one computes all rows of this batch."""
+    step, (params, _, labels, _), _ = PROGRAMS["half_labelled"]
+    args = params, rows_of(rows), labels[:rows], rows_of(size)
+    whole = min(rows, size, key=lambda n: (n % 8 == 0, n))
+    warned = rf"devices repeat the work on the rows of batch_1: batch_1 {whole} is not divisible by dp 8.* Pad batch_1"
+    with pytest.warns(AutoshardWarning, match=warned):
+        found = autoshard.auto_shard(step, plan="dp:8")(*args)
+    assert_close(jax.jit(step)(*args), found)
