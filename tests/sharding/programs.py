@@ -28,6 +28,10 @@ def mlp_loss(params: dict[str, jax.Array], x: Any) -> jax.Array:
     return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) @ params["v"] - x) ** 2)
 
 
+LOSS_LINE = mlp_loss.__code__.co_firstlineno + 2
+"""The line of the computation in `mlp_loss`."""
+
+
 def sgd_step(params: dict[str, jax.Array], x: Any) -> tuple[dict[str, jax.Array], jax.Array]:
     """One step of plain gradient descent."""
     loss, gradients = jax.value_and_grad(mlp_loss)(params, x)

@@ -64,11 +64,13 @@ def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:
 
 
 def _rows_notes(problem: PlanningProblem, layout: Layout, repeated: str) -> list[str]:
-    """Which rows several devices compute although the mesh axes shard other rows, such as one of two batches."""
-    notes = []
-    for one in undivided(layout):
+    """Which rows several devices compute although the same mesh axes shard other rows, such as one of two batches."""
+    notes, found = [], [u for u in undivided(layout) if u.cls in problem.roles.rows]
+    divided = problem.roles.rows - {u.cls for u in found}
+    for one in found:
         why = problem.undivided_text(one)
-        if one.cls not in problem.roles.rows or why in repeated:
+        beside = any(set(one.over) <= set(layout.spec_of(((c,),))[0]) for c in divided)
+        if not beside or why in repeated:
             continue
         name, size = problem.axes.name(one.cls), problem.axes.sizes[one.cls]
         ways = f"sharded {one.shards} ways" if one.shards > 1 else "not sharded"

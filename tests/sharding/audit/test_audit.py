@@ -100,7 +100,7 @@ def test_unplanned_traffic_has_its_line_and_cost():
     audit = with_input_spec(planned("dp:8"), "0/0/w", P("dp")).verify()
     gathers = [u for u in audit.unplanned if u.kind == "all-gather"]
     assert gathers and len(gathers) == len(audit.unplanned)
-    in_the_loss = [u for u in gathers if u.line.startswith(f"{programs.__file__}:27")]
+    in_the_loss = [u for u in gathers if u.line.startswith(f"{programs.__file__}:{programs.LOSS_LINE}")]
     assert [u.axes for u in in_the_loss] == [("dp",)]
     assert in_the_loss[0].bytes == pytest.approx(7 / 8 * 64 * 128 * 4)
     assert in_the_loss[0].us > 0 and "replicates" in in_the_loss[0].cause

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autoshard import plan
+from autoshard.errors import AutoshardWarning
 from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.layout.plan_request import classes_for, may_be_mesh_axis, parse_request
 from autoshard.sharding.program.tracing import trace
@@ -93,5 +94,6 @@ def test_ep_also_shards_rows_and_the_experts_of_the_router():
 
 
 def test_a_mesh_axis_is_not_split_for_other_rows_than_the_batch():
-    made = plan(graph_step, *graph_shapes(nodes=12, edges=256, width=32), target="cpu:8", plan="dp:8")
+    with pytest.warns(AutoshardWarning, match="repeat the work on the rows of nodes: nodes 12 .* Pad nodes to 16"):
+        made = plan(graph_step, *graph_shapes(nodes=12, edges=256, width=32), target="cpu:8", plan="dp:8")
     assert mesh_sizes(made) == {"dp": 8}  # the nodes alone would split it into 4 and 2

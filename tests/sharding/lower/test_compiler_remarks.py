@@ -12,7 +12,7 @@ import autoshard
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.lower import activation_spread, compiler_remarks
 from autoshard.sharding.lower.compiler_remarks import kept_remarks, remarks_text
-from tests.sharding.programs import assert_close, batch, mlp_state, sgd_step
+from tests.sharding.programs import LOSS_LINE, assert_close, batch, mlp_state, sgd_step
 
 REMARK = (
     "W1125 00:35:48.133936 9728 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler "
@@ -96,7 +96,7 @@ def test_remarks_have_their_source_lines_and_price():
     op = "jit(sgd_step)/jvp()/dot_general"
     assert f'"{op}"' in lowered
     text = remarks_text("step", [REMARK.format(n=8, op=op)], (), lambda: lowered)
-    assert "448 KiB for shards f32[32,512] at sharding/programs.py:27 (mlp_loss)" in text
+    assert f"448 KiB for shards f32[32,512] at sharding/programs.py:{LOSS_LINE} (mlp_loss)" in text
 
 
 def test_remarks_that_cost_next_to_nothing_are_left_out():
