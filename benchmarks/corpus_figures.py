@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import exp, log
 from statistics import median
 from typing import Any
@@ -34,19 +34,16 @@ def figures(stores: Sequence[Store]) -> dict[str, Any]:
     For each measure of compiled steps (`estimate.py`), over the rows that have it: `over_expert` divides the compiled
     step of the chosen plan by that of the best expert: the number of programs, the worst and the geometric mean.
     `regret` divides it by that of the planner's fastest compiled plan, minus 1. `errors` are predicted over compiled
-    steps, minus 1, by kind of plan. `tau` is the median rank correlation of predicted and compiled steps.
-    `memory_errors` are the same as `errors` for peak memory; they have no measure. `audits` lists what the compiler
-    added to the chosen plans (unplanned collectives and involuntary rematerializations), and idle devices.
+    steps of the planner's own programs, minus 1, by kind of plan. `expert_errors` are the same for the experts'
+    programs, whose activations the compiler shards as it likes. `tau` is the median rank correlation of predicted and
+    compiled steps of all of them. `memory_errors` and `expert_memory_errors` are the same for peak memory; they have no
+    measure. `audits` lists what the compiler added to the chosen plans (unplanned collectives and involuntary
+    rematerializations), and idle devices.
     """
     return {
         "programs": len(stores),
         **{measure: _figures(stores, measure) for measure in MEASURES},
-        "memory_errors": _by_kind(
-            (row.words, row.predicted["memory_bytes"] / row.needed_bytes - 1)
-            for store in stores
-            for row in _judged(store)
-            if row.needed_bytes and row.predicted.get("memory_bytes")
-        ),
+        **{name: _by_kind(_memory_errors(stores, side)) for side, name in _named("memory_errors")},
         "audits": _audits(stores),
     }
 
@@ -80,11 +77,28 @@ def _figures(stores: Sequence[Store], measure: str) -> dict[str, Any]:
             "mean": exp(sum(map(log, over)) / len(over)) if over else None,
         },
         "regret": {"median": median(regret), "p90": p90(regret)} if regret else {},
-        "errors": _by_kind(
-            (row.words, row.predicted["step"] / row.step[measure] - 1) for rows in judged for row in rows
-        ),
+        **{
+            name: _by_kind(
+                (row.words, row.predicted["step"] / row.step[measure] - 1)
+                for rows in judged
+                for row in rows
+                if row.side == side
+            )
+            for side, name in _named("errors")
+        },
         "tau": median(taus) if taus else None,
     }
+
+
+def _named(figure: str) -> list[tuple[str, str]]:
+    """The sides of a program's rows, each with the name of a figure about them."""
+    return [("plan", figure), ("expert", f"expert_{figure}")]
+
+
+def _memory_errors(stores: Sequence[Store], side: str) -> Iterator[tuple[str, float]]:
+    for row in (row for store in stores for row in _judged(store) if row.side == side):
+        if row.needed_bytes and row.predicted.get("memory_bytes"):
+            yield row.words, row.predicted["memory_bytes"] / row.needed_bytes - 1
 
 
 def _fastest(store: Store, side: str, measure: str) -> Row | None:

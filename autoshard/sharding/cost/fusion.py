@@ -18,7 +18,8 @@ The contraction's own result is then not written. On TPU the chain may branch, i
 value, as in the gradient of gelu. A loop ends the chain. If the chain reaches no written value, the result of the
 contraction is written. There is one exception: a chain that computes in a wider type, and that reads only masks and
 values broadcast from little data, writes its last value. An example is scores in float32 with a mask or a bias. On
-platforms other than TPU, contractions read their operands from memory.
+platforms other than TPU, contractions read their operands from memory. TPUs write a sum that is only cast in the
+narrower type (`narrowing_cast`).
 
 A contraction's kernel also computes reductions of what it writes, such as the maximum of scores
 (`kernels/absorbed_reductions.py`).
@@ -64,6 +65,7 @@ from autoshard.sharding.cost.kernels.kernel_kinds import (
     is_backward,
     is_kernel,
     is_rearranged,
+    narrowing_cast,
     reads_memory,
 )
 from autoshard.sharding.cost.kernels.sources import Sources, readers
@@ -169,6 +171,8 @@ class _Finder:
         for op in ops:
             if op.name in CONTRACTIONS and outputs.isdisjoint(op.results):
                 self.find_chain_end(op, users, loops)
+            elif self.fuses_operands and (cast := narrowing_cast(op, users)) and outputs.isdisjoint(op.results):
+                self.end_chain(op, cast)
         self.sources.clear()
         absorbed = self.absorb_reductions(ops, users, loops, outputs) if self.fuses_operands else set[int]()
         stores: list[Op] = []
@@ -301,25 +305,27 @@ class _Finder:
             computes = computes or (is_wider and user.name not in MOVES)
             if value in self.memory:
                 if self.fuses_operands and id(user) not in self.chain_end_ids:
-                    self.memory.discard(first)
-                    self.chain_ends[id(op)] = user
-                    self.chain_end_ids.add(id(user))
+                    self.end_chain(op, user)
                 return
         if value != first:  # the end of the chain is written, in its own dtype; not if it is a mere cast to a wider one
             narrow = itemsize(self.program.avals[value]) / itemsize(op.eqn.outvars[0].aval)
             if narrow < 1 or (computes and widens):
                 self.narrow[first] = narrow
 
+    def end_chain(self, op: Op, last: Op) -> None:
+        """Let the kernel of an operator write the result of the last operator of a chain instead of its own."""
+        self.memory.difference_update(op.results)
+        self.memory.update(last.results)
+        self.chain_ends[id(op)] = last
+        self.chain_end_ids.add(id(last))
+
     def absorb_reductions(
         self, ops: Sequence[Op], users: Mapping[int, Sequence[Op]], loops: Mapping[int, int], outputs: set[int]
     ) -> set[int]:
         """Note in `absorbed` the reductions that the kernels of products compute, and return the `id`s of these."""
-        ends = (
-            (op, self.chain_ends.get(id(op), op).results[0])
-            for op in ops
-            if op.name in ABSORBING and op.results[0] not in self.sums
-        )
-        products = {v: op for op, v in ends if v in self.memory}
+        ends = [op for op in ops if op.name in ABSORBING and op.results[0] not in self.sums]
+        products = {self.chain_ends.get(id(op), op).results[0]: op for op in ends}
+        products = {v: op for v, op in products.items() if v in self.memory}
         finder = ReductionFinder(self.program.avals, ops, users, self.kernel_ids, self.sources)
         found = finder(products, loops, outputs)
         self.absorbed |= {id(products[v]): (v, reductions) for v, reductions in found.reductions.items()}

@@ -8,6 +8,7 @@ from jax import lax
 from autoshard.sharding.cost import fusion as fusion_module
 from autoshard.sharding.cost.constants import BROADCAST_GROWTH
 from autoshard.sharding.cost.fusion import fuse
+from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.spmdrules.custom_ops.operator import operator
 from autoshard.spmdrules.families.stages import read_layer
 from autoshard.spmdrules.ir.program import build
@@ -331,3 +332,31 @@ def test_patches_of_images_are_written_once_in_16_bits_for_the_products_of_both_
     found = [str(program.avals[v].dtype) for op in program.ops() for v in op.results
              if v in memory and program.avals[v].size == x.size]  # fmt: skip
     assert found == ["bfloat16"] * is_written
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_on_tpu_a_sum_that_is_only_cast_is_written_in_the_narrower_type(is_stored):
+    def fn(x, w):
+        total = x.sum(1)
+        return total if is_stored else total @ w
+
+    x = jax.ShapeDtypeStruct((B, 2, D), "bfloat16")
+    program = build(jax.make_jaxpr(fn)(x, jax.ShapeDtypeStruct((D, F), "bfloat16")))
+    (op,) = [op for op in program.ops() if op.name == "reduce_sum"]
+    assert program.avals[op.results[0]].dtype == jnp.float32
+
+    def written(tpu):
+        """The bytes that the kernel of the sum writes."""
+        return sum(nbytes(program.avals[v]) for v in fuse(program, fuses_operands=tpu).kernels[id(op)].writes)
+
+    assert written(True) == 2 * B * D and written(False) == 4 * B * D
+
+
+def test_a_sum_that_is_used_in_both_types_is_written_in_the_wider_one():
+    def fn(x):
+        total = x.astype(jnp.float32).sum(1)
+        return total.astype(jnp.bfloat16), jnp.sin(total)
+
+    program = build(jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((B, 2, D), "bfloat16")))
+    (op,) = [op for op in program.ops() if op.name == "reduce_sum"]
+    assert op.results[0] in fuse(program, fuses_operands=True).written

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autoshard import _compat
+from autoshard.sharding.program.array_sizes import itemsize
 from autoshard.sharding.program.host_memory import is_host_transfer
-from autoshard.sharding.program.operator_kinds import decodes, is_decision_point, is_declared
+from autoshard.sharding.program.operator_kinds import REDUCTIONS, decodes, is_decision_point, is_declared
 from autoshard.spmdrules.families.stages import layer_p, write_p
 from autoshard.spmdrules.ir.program import Op
 
@@ -33,6 +34,19 @@ def reads_memory(user: Op) -> bool:
     """Whether an operator reads its operands from memory in any case."""
     reads = user.name in _WHOLE or user.name in ("gather", "scatter", "scatter-add")
     return bool(user.blocks) or reads or is_declared(user) or is_host_transfer(user)
+
+
+def narrowing_cast(op: Op, users: Mapping[int, Sequence[Op]]) -> Op | None:
+    """Return the cast to a narrower type that alone takes the result of a reduction; None for other operators.
+
+    JAX adds values of 16 bits in float32 and casts the sum. XLA:TPU writes the sum in 16 bits (libtpu 0.0.42.1, v5e and
+    v6e), unless an operator comes before the cast, as in a mean.
+    """
+    if op.name not in REDUCTIONS or len(op.results) != 1 or len(taken := users.get(op.results[0], ())) != 1:
+        return None
+    (cast,) = taken
+    is_narrower = itemsize(cast.eqn.outvars[0].aval) < itemsize(op.eqn.outvars[0].aval)
+    return cast if cast.name == "convert_element_type" and is_narrower else None
 
 
 def is_backward(op: Op) -> bool:
