@@ -36,14 +36,16 @@ def test_figures_of_two_programs(tmp_path):
     assert by_cycles["regret"]["median"] == pytest.approx((1.0 / 0.8 - 1) / 2)
     assert by_cycles["errors"]["tp"]["median"] == pytest.approx(0.25)
     assert by_cycles["errors"]["fsdp"]["lowest"] == pytest.approx(-0.1)
-    assert by_cycles["errors"]["ep"]["lowest"] == pytest.approx(-0.5)
+    assert by_cycles["expert_errors"]["ep"]["lowest"] == pytest.approx(-0.5)
     assert found["memory_errors"]["fsdp"]["lowest"] == pytest.approx(-0.25)
-    assert found["memory_errors"]["ep"]["median"] == 0.0
+    assert found["expert_memory_errors"]["ep"]["median"] == 0.0
+    assert "ep" not in by_cycles["errors"] and "ep" not in found["memory_errors"]  # only an expert's program has it
 
 
 def test_programs_that_did_not_compile_do_not_count(tmp_path):
     found = figures([store(tmp_path, "one", "fsdp:8")])
-    nothing = {"over_expert": {"programs": 0, "worst": None, "mean": None}, "regret": {}, "errors": {}, "tau": None}
+    nothing = {"over_expert": {"programs": 0, "worst": None, "mean": None}, "regret": {}, "tau": None}
+    nothing |= {"errors": {}, "expert_errors": {}}
     assert found["programs"] == 1 and found["cycles"] == found["joined"] == nothing
 
 

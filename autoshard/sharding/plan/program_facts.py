@@ -6,7 +6,7 @@ import math
 
 import jax.numpy as jnp
 
-from autoshard.sharding.machines.chips import ALIASES
+from autoshard.sharding.machines.chips import ALIASES, CHIPS
 from autoshard.sharding.machines.options import ProgramFacts, set_names
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
@@ -29,6 +29,7 @@ def program_facts(plan: ShardingPlan) -> ProgramFacts | None:
         collectives=frozenset(kind for kind, *_ in plan.traffic),
         gather_dims=max((_torus_dims(plan, axes) for kind, axes, *_ in plan.traffic if kind == GATHER), default=0),
         layer_bytes=layer_bytes(plan),
+        memory_share=plan.estimate.peak_memory_bytes / CHIPS[chip].memory_bytes,
     )
 
 

@@ -38,6 +38,10 @@ def test_a_set_is_tried_where_its_condition_holds():
     assert names(ProgramFacts("v5e")) == ["scoped-vmem"]
     assert "scoped-vmem" in names(ProgramFacts("v6e"), {MEMORY: "16384"})
     assert names(ProgramFacts("v6e", host_traffic_bytes=1.0))[0] == "host-transfers"
+    assert [names(ProgramFacts("v5p", collectives=KINDS, memory_share=share))[:1] for share in (0.8, 0.9)] == [
+        ["gather-fusion"],
+        ["full-memory"],
+    ]
     assert "data-parallel-overlap" in names(ProgramFacts("v5e", slices=2, collectives=KINDS))
     assert "sparse-core-nd-gathers" not in names(ProgramFacts("tpu7x", collectives=KINDS, gather_dims=1))
     assert "sparse-core-nd-gathers" in names(ProgramFacts("tpu7x", collectives=KINDS, gather_dims=2))

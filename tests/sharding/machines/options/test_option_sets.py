@@ -6,7 +6,7 @@ from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.machines.options import OPTIONS, SETS, ProgramFacts, conflicts, default_options, with_set
 from autoshard.sharding.machines.options.option_sets import GPU_CHIPS
 
-FULL = {"slices": 2, "host_traffic_bytes": 1.0, "gather_dims": 3, "layer_bytes": 1 << 20}
+FULL = {"slices": 2, "host_traffic_bytes": 1.0, "gather_dims": 3, "layer_bytes": 1 << 20, "memory_share": 1.0}
 KINDS = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
 
 
