@@ -27,6 +27,8 @@ def batch_axis(
     axis. The batch is contracted by gradients only, which come later, so of several candidates in the same dimension
     the one that is contracted last is taken.
 
+    An axis of the state is the batch only if the state carries rows, see `_rows_of_state`.
+
     Args:
         program: the program.
         axes: its logical axes.
@@ -68,7 +70,28 @@ def batch_axis(
         dim, number = position[c]
         return dim, -summed.get(c, last), number, c
 
-    return min((c for c in candidates if carried[c] >= BATCH_BYTES_SHARE * most), key=order)
+    found = min((c for c in candidates if carried[c] >= BATCH_BYTES_SHARE * most), key=order)
+    rows = _rows_of_state(program, axes, state, found)
+    large = [c for c in rows if carried[c] >= BATCH_BYTES_SHARE * carried[found]]
+    return max(large, key=lambda c: (carried[c], -c), default=found)
+
+
+def _rows_of_state(program: Program, axes: LogicalAxes, state: frozenset[int], found: int) -> list[int]:
+    """The axes of rows that the state of a train step has, too: of a memory that it carries from batch to batch.
+
+    Such an axis is the first dimension of data in which `found` is a later one, so `found` counts positions within the
+    rows. Some matrices of the state, the weights, lack it. And no product sums over it and keeps `found`: a product
+    with a weight does so, if the axis counts features.
+    """
+    given = [axes.of_value[v] for v in program.inputs if v not in state]
+    first = {dims[0][0] for dims in given if dims and dims[0] and any(found in dim for dim in dims[1:])}
+    matrices = [axes.of_value[v] for v in state if program.avals[v].ndim > 1 and is_float(program.avals[v])]
+    rows = {c for c in first - axes.stacked if any(all(c not in dim for dim in dims) for dims in matrices)}
+    for op, factors in zip(program.ops(), axes.of_op, strict=True):
+        if rows and op.rule is not None and op.name in CONTRACTIONS:
+            if any(found in dim for v in op.results for dim in axes.of_value[v]):
+                rows -= {c for f in op.rule.factors if f.kind == "reduce" for c in factors.get(f.name, ())}
+    return sorted(rows)
 
 
 def _square(program: Program, axes: LogicalAxes) -> set[int]:
