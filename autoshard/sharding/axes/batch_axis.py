@@ -71,6 +71,9 @@ def batch_axis(
         return dim, -summed.get(c, last), number, c
 
     found = min((c for c in candidates if carried[c] >= BATCH_BYTES_SHARE * most), key=order)
+    generated = _generated_batch(program, axes, carried) if state and found not in _trained_rows(program, axes) else None
+    if generated is not None and carried[found] < BATCH_BYTES_SHARE * carried[generated]:
+        return generated  # such as rows drawn from a pool in the state, beside the picture that all of them shall reach
     rows = _rows_of_state(program, axes, state, found)
     large = [c for c in rows if carried[c] >= BATCH_BYTES_SHARE * carried[found]]
     return max(large, key=lambda c: (carried[c], -c), default=found)
@@ -103,9 +106,15 @@ def _square(program: Program, axes: LogicalAxes) -> set[int]:
 
 
 def _generated_batch(program: Program, axes: LogicalAxes, carried: Mapping[int, int]) -> int | None:
-    """The batch of a step that generates it: of the axes that no input has, the one with the most bytes.
+    """The batch of a step that generates it: of the rows that no input has, those with the most bytes."""
+    given = {c for v in program.inputs for dim in axes.of_value[v] for c in dim}
+    return max(_trained_rows(program, axes) - given - axes.stacked, key=lambda c: (carried[c], -c), default=None)
 
-    One contraction must keep it (activation with weight), and another must sum over it (the gradient of the weight).
+
+def _trained_rows(program: Program, axes: LogicalAxes) -> set[int]:
+    """The axes that may count rows that train weights.
+
+    One contraction keeps such an axis (activation with weight), and another sums over it (the gradient of the weight).
     """
     kept: set[int] = set()
     summed: set[int] = set()
@@ -113,8 +122,7 @@ def _generated_batch(program: Program, axes: LogicalAxes, carried: Mapping[int, 
         if op.rule is not None and op.name in CONTRACTIONS:
             for f in op.rule.factors:
                 (summed if f.kind == "reduce" else kept).update(factors.get(f.name, ()))
-    given = {c for v in program.inputs for dim in axes.of_value[v] for c in dim}
-    return max((kept & summed) - given - axes.stacked, key=lambda c: (carried[c], -c), default=None)
+    return kept & summed
 
 
 def _result_bytes(program: Program, axes: LogicalAxes) -> Counter[Leaves]:
