@@ -71,9 +71,11 @@ def batch_axis(
         return dim, -summed.get(c, last), number, c
 
     found = min((c for c in candidates if carried[c] >= BATCH_BYTES_SHARE * most), key=order)
-    generated = _generated_batch(program, axes, carried) if state and found not in _trained_rows(program, axes) else None
-    if generated is not None and carried[found] < BATCH_BYTES_SHARE * carried[generated]:
-        return generated  # such as rows drawn from a pool in the state, beside the picture that all of them shall reach
+    if state and found not in _trained_rows(program, axes):
+        # Rows may be drawn from the state, and all of them be compared with the data.
+        generated = _generated_batch(program, axes, carried)
+        if generated is not None and carried[found] < BATCH_BYTES_SHARE * carried[generated]:
+            return generated
     rows = _rows_of_state(program, axes, state, found)
     large = [c for c in rows if carried[c] >= BATCH_BYTES_SHARE * carried[found]]
     return max(large, key=lambda c: (carried[c], -c), default=found)
