@@ -10,7 +10,7 @@ from autoshard.sharding.axes.constants import BATCH_BYTES_SHARE
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.program.array_sizes import axis_weight, is_float
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
-from autoshard.spmdrules.ir.program import Program
+from autoshard.spmdrules.ir.program import Program, inlined
 
 
 def batch_axis(
@@ -27,7 +27,7 @@ def batch_axis(
     axis. The batch is contracted by gradients only, which come later, so of several candidates in the same dimension
     the one that is contracted last is taken.
 
-    An axis of the state is the batch only if the state carries rows, see `_rows_of_state`.
+    An axis of the state, or one that no input has, is the batch only if it counts rows, see `_unseen_rows`.
 
     Args:
         program: the program.
@@ -76,19 +76,20 @@ def batch_axis(
         generated = _generated_batch(program, axes, carried)
         if generated is not None and carried[found] < BATCH_BYTES_SHARE * carried[generated]:
             return generated
-    rows = _rows_of_state(program, axes, state, found)
+    rows = _unseen_rows(program, axes, state, found) if position[found][0] else []
     large = [c for c in rows if carried[c] >= BATCH_BYTES_SHARE * carried[found]]
     return max(large, key=lambda c: (carried[c], -c), default=found)
 
 
-def _rows_of_state(program: Program, axes: LogicalAxes, state: frozenset[int], found: int) -> list[int]:
-    """The axes of rows that the state of a train step has, too: of a memory that it carries from batch to batch.
+def _unseen_rows(program: Program, axes: LogicalAxes, state: frozenset[int], found: int) -> list[int]:
+    """The axes of rows that are no candidates: the state carries such rows too, or the step concatenates or draws them.
 
-    Such an axis is the first dimension of data in which `found` is a later one, so `found` counts positions within the
-    rows. Some matrices of the state, the weights, lack it. And no product sums over it and keeps `found`: a product
-    with a weight does so, if the axis counts features.
+    A memory is carried from batch to batch, and rows of two inputs may be concatenated. Such an axis is the first
+    dimension of data in which `found` is a later one, so `found` counts positions within the rows. Some matrices of the
+    state, the weights, lack it. And no product sums over it and keeps `found`: a product with a weight does so, if the
+    axis counts features.
     """
-    given = [axes.of_value[v] for v in program.inputs if v not in state]
+    given = [axes.of_value[v] for v in _data(program, state)]
     first = {dims[0][0] for dims in given if dims and dims[0] and any(found in dim for dim in dims[1:])}
     matrices = [axes.of_value[v] for v in state if program.avals[v].ndim > 1 and is_float(program.avals[v])]
     rows = {c for c in first - axes.stacked if any(all(c not in dim for dim in dims) for dims in matrices)}
@@ -97,6 +98,16 @@ def _rows_of_state(program: Program, axes: LogicalAxes, state: frozenset[int], f
             if any(found in dim for v in op.results for dim in axes.of_value[v]):
                 rows -= {c for f in op.rule.factors if f.kind == "reduce" for c in factors.get(f.name, ())}
     return sorted(rows)
+
+
+def _data(program: Program, state: frozenset[int]) -> set[int]:
+    """The inputs that are not state, and what is computed from them alone before any product."""
+    found = {v for v in program.inputs if v not in state}
+    for op in inlined(program.block):
+        if op.rule is not None and op.name not in (*CONTRACTIONS, "transpose"):
+            if any(v in found for v in op.operands) and all(v < 0 or v in found for v in op.operands):
+                found.update(op.results)
+    return found
 
 
 def _square(program: Program, axes: LogicalAxes) -> set[int]:

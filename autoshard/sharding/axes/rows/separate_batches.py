@@ -18,13 +18,14 @@ def separate_batches(
 ) -> tuple[int, ...]:
     """Return the axes of all batches but the first, in the order of the inputs.
 
-    Such an axis meets three conditions:
+    Such an axis meets three conditions, or the first one and the fourth:
 
     1. It is the first dimension of inputs that are not state, and no other dimension of an input. This excludes axes of
        frozen weights: such an axis is the last dimension of one weight and the first dimension of the next.
     2. It is kept by a product with a weight, and neither operand has the batch axis.
     3. It is kept by no product with a weight whose other operand has the batch axis, too. Such an axis is a sequence,
        for example of points at which each row is evaluated.
+    4. Its rows are concatenated with others, and the batch counts the result.
 
     Args:
         program: the program.
@@ -47,7 +48,17 @@ def separate_batches(
         for rows, weight in ((left, right), (right, left)):
             if batch not in weight and not weight & candidates:
                 (together if batch in rows else apart).update(rows & result & candidates)
-    return tuple(c for c in leading if c in apart - together)
+    found = apart - together | candidates & _concatenated(axes, batch)
+    return tuple(c for c in leading if c in found)
+
+
+def _concatenated(axes: LogicalAxes, batch: int) -> set[int]:
+    """Return the axes of the rows that are concatenated into the batch."""
+    found: set[int] = set()
+    for op in axes.program.ops():
+        if op.name == "concatenate" and (batch,) == axes.of_value[op.results[0]][d := op.eqn.params["dimension"]]:
+            found.update(c for v in op.operands if v >= 0 for c in axes.of_value[v][d])
+    return found
 
 
 def _contractions(axes: LogicalAxes) -> Iterator[tuple[frozenset[int], frozenset[int], frozenset[int]]]:

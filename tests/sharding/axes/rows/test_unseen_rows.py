@@ -1,4 +1,4 @@
-"""Train steps whose state carries rows of the batch from step to step, such as the memory of a recurrent model."""
+"""Batches that no input has alone: rows that the state carries from step to step, and concatenated rows."""
 
 import jax
 import jax.numpy as jnp
@@ -99,3 +99,49 @@ def test_features_before_rows_are_not_the_batch(deep):
     weights = {"in": floats(WIDTH, HIDDEN), "square": floats(HIDDEN, HIDDEN)}
     found = analyse(trace(step, ({"weights": weights, "mean": floats(WIDTH)}, floats(WIDTH, ROWS)), {}))
     assert found.axes.sizes[found.roles.batch] == ROWS
+
+
+def pairs(state, chosen, rejected):
+    """Chosen and rejected rows pass the model together, as in most implementations of preference losses."""
+
+    def loss(weights, tokens):
+        x = weights["embed"][tokens]
+        x = attention(x, x, weights)
+        x = x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+        scores = jax.nn.log_softmax(x @ weights["embed"].T)[..., 0].sum(1)
+        good, bad = jnp.split(scores, 2)
+        return -jnp.mean(jax.nn.log_sigmoid(good - bad)), None
+
+    return {"weights": trained(loss, state["weights"], jnp.concatenate([chosen, rejected]))[0]}
+
+
+def views(state, image, key):
+    """Two views of each picture pass the model together."""
+
+    def loss(weights, x):
+        x = jax.nn.relu(jax.lax.conv_general_dilated(x, weights["kernel"], (1, 1), "SAME", dimension_numbers=NHWC))
+        z = x.mean((1, 2)) @ weights["head"]
+        return -jnp.mean(jax.nn.log_softmax(z @ z.T)), None
+
+    noise = jax.random.normal(key, (2, *image.shape))
+    return {"weights": trained(loss, state["weights"], jnp.concatenate([image + noise[0], image + noise[1]]))[0]}
+
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+@pytest.mark.parametrize(
+    ("step", "weights", "data"),
+    [
+        (pairs, WEIGHTS, (ints(ROWS, SEQ), ints(ROWS, SEQ))),
+        (views, {"kernel": floats(3, 3, 3, WIDTH), "head": floats(WIDTH, 8)}, (floats(ROWS, SEQ, SEQ, 3),)),
+    ],
+)
+def test_concatenated_rows_are_the_batch(step, weights, data):
+    key = () if step is pairs else (jax.random.key(0),)
+    found = analyse(trace(step, ({"weights": weights}, *data, *key), {}))
+    assert found.axes.sizes[found.roles.batch] == 2 * ROWS
+    assert {found.axes.sizes[c] for c in found.roles.other_rows} == {ROWS}
+    inputs = found.axes.program.inputs
+    roles = [found.roles.inputs[v] for v in inputs if len(found.axes.program.avals[v].shape)]
+    assert roles == ["parameter"] * len(weights) + ["data"] * len(data)
