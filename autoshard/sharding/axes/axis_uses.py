@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.axes.rows.loop_counts import counted_axes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, CONVOLUTION
 from autoshard.spmdrules.core.layer_stacks import layer_stacks
 from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule
@@ -36,7 +37,7 @@ class AxisUses:
         indexed: axes of the rows of a table that a gather or scatter indexes.
         windows: axes of the windows of convolution kernels, which are never sharded.
         attended: axes that a contraction of two activations has on both sides: positions of queries and of keys.
-        taken: axis -> its positions that slices of one element take.
+        taken: axis -> its positions that slices of one element take; all of them if a loop slices one by one.
     """
 
     weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
@@ -101,6 +102,8 @@ def find_uses(
         if op.rule is not None:
             collector.record(op, op.rule, factors)
     uses = collector.uses
+    for c in counted_axes(axes):
+        uses.taken[c].update(range(axes.sizes[c]))
     uses.heads |= uses.experts & uses.hidden
     uses.experts -= uses.heads
     return uses

@@ -6,9 +6,11 @@ batches may have different sizes, so each has its own logical axis and its own a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence, Set
 
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
+from autoshard.sharding.axes.rows.loop_counts import counted_axes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Program
 
@@ -21,7 +23,8 @@ def separate_batches(
     Such an axis meets three conditions, or the first one and the fourth:
 
     1. It is the first dimension of inputs that are not state, and no other dimension of an input. This excludes axes of
-       frozen weights: such an axis is the last dimension of one weight and the first dimension of the next.
+       frozen weights: such an axis is the last dimension of one weight and the first dimension of the next. Dimensions
+       before it do not count if a loop runs over them, as over the stacked batches of an evaluation.
     2. It is kept by a product with a weight, and neither operand has the batch axis.
     3. It is kept by no product with a weight whose other operand has the batch axis, too. Such an axis is a sequence,
        for example of points at which each row is evaluated.
@@ -37,7 +40,8 @@ def separate_batches(
     if batch is None or not state:
         return ()
     of_state = [axes.of_value[v] for v in program.inputs if v in {*state}]
-    of_data = [axes.of_value[v] for v in program.inputs if v not in {*state}]
+    counts = axes.stacked | counted_axes(axes)
+    of_data = [_behind(axes.of_value[v], counts) for v in program.inputs if v not in {*state}]
     leading = dict.fromkeys(dims[0][0] for dims in of_data if dims and len(dims[0]) == 1)
     elsewhere = set[int]().union(*map(_classes, of_state), *(_classes(dims[1:]) for dims in of_data))
     candidates = leading.keys() - elsewhere - axes.stacked - known
@@ -50,6 +54,11 @@ def separate_batches(
                 (together if batch in rows else apart).update(rows & result & candidates)
     found = apart - together | candidates & _concatenated(axes, batch)
     return tuple(c for c in leading if c in found)
+
+
+def _behind(dims: Leaves, counts: Set[int]) -> Leaves:
+    """Return the dimensions that are left without the first ones over which loops run."""
+    return tuple(itertools.dropwhile(lambda dim: len(dim) == 1 and dim[0] in counts, dims))
 
 
 def _concatenated(axes: LogicalAxes, batch: int) -> set[int]:
