@@ -120,11 +120,16 @@ class _UseCollector:
     row: frozenset[int]
     groups: bool
     uses: AxisUses = field(default_factory=AxisUses)
+    matrices_of_rows: set[frozenset[int]] = field(default_factory=set)  # their axes, but for the rows
 
     def record(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
         """Records the uses of axes by one operator."""
         if op.name in ("slice", "split", "unstack"):
             self.record_slices(op)
+        if op.name == "gather" and self.has_batch(op.results[0]) and not self.has_batch(op.operands[0]):
+            table, result = ({c for dim in self.axes.of_value[v] for c in dim} for v in (op.operands[0], op.results[0]))
+            if len(window := table & result & self.in_parameters) > 1:
+                self.matrices_of_rows.add(frozenset(window))
         if op.name in ("gather", "scatter-add"):
             self.uses.indexed |= self.of_kind("index", rule, factors) & self.in_parameters
         if op.name in ("reduce_sum", "reduce_max", *POSITIONS) and self.has_batch(op.results[0]):
@@ -286,6 +291,8 @@ class _UseCollector:
         of_row = result - {*self.rows, self.axes.stages}
         if self.groups and all(with_batch) and kept and of_row <= self.in_parameters:
             return  # not attention, but a group's term of a weight's gradient
+        if not self.matrices_of_rows.isdisjoint(frozenset(own - self.rows) for own in (*sides, result)):
+            return  # activation with a weight that is looked up for each row, such as adapters
         if all(with_batch) and kept:  # activation with activation: attention
             # The gradient of keys sums over the query groups and the sequence together. These are not inner axes.
             if summed <= self.in_parameters:
