@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.axes.rows.loop_counts import counted_axes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, CONVOLUTION
 from autoshard.spmdrules.core.layer_stacks import layer_stacks
 from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule
@@ -36,7 +37,7 @@ class AxisUses:
         indexed: axes of the rows of a table that a gather or scatter indexes.
         windows: axes of the windows of convolution kernels, which are never sharded.
         attended: axes that a contraction of two activations has on both sides: positions of queries and of keys.
-        taken: axis -> its positions that slices of one element take.
+        taken: axis -> its positions that slices of one element take; all of them if a loop slices one by one.
     """
 
     weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
@@ -101,6 +102,8 @@ def find_uses(
         if op.rule is not None:
             collector.record(op, op.rule, factors)
     uses = collector.uses
+    for c in counted_axes(axes):
+        uses.taken[c].update(range(axes.sizes[c]))
     uses.heads |= uses.experts & uses.hidden
     uses.experts -= uses.heads
     return uses
@@ -117,11 +120,16 @@ class _UseCollector:
     row: frozenset[int]
     groups: bool
     uses: AxisUses = field(default_factory=AxisUses)
+    matrices_of_rows: set[frozenset[int]] = field(default_factory=set)  # their axes, but for the rows
 
     def record(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
         """Records the uses of axes by one operator."""
         if op.name in ("slice", "split", "unstack"):
             self.record_slices(op)
+        if op.name == "gather" and self.has_batch(op.results[0]) and not self.has_batch(op.operands[0]):
+            table, result = ({c for dim in self.axes.of_value[v] for c in dim} for v in (op.operands[0], op.results[0]))
+            if len(window := table & result & self.in_parameters) > 1:
+                self.matrices_of_rows.add(frozenset(window))
         if op.name in ("gather", "scatter-add"):
             self.uses.indexed |= self.of_kind("index", rule, factors) & self.in_parameters
         if op.name in ("reduce_sum", "reduce_max", *POSITIONS) and self.has_batch(op.results[0]):
@@ -283,6 +291,8 @@ class _UseCollector:
         of_row = result - {*self.rows, self.axes.stages}
         if self.groups and all(with_batch) and kept and of_row <= self.in_parameters:
             return  # not attention, but a group's term of a weight's gradient
+        if not self.matrices_of_rows.isdisjoint(frozenset(own - self.rows) for own in (*sides, result)):
+            return  # activation with a weight that is looked up for each row, such as adapters
         if all(with_batch) and kept:  # activation with activation: attention
             # The gradient of keys sums over the query groups and the sequence together. These are not inner axes.
             if summed <= self.in_parameters:

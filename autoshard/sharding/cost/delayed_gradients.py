@@ -62,7 +62,7 @@ def held_until(program: Program) -> np.ndarray:
     while blocks:
         ops = list(inlined(blocks.pop()))
         blocks += [inner for op in ops for inner in op.blocks]
-        loops = [(number[id(op)], number[id(last_operator(op.blocks[-1]))]) for op in ops if op.blocks]
+        loops = [(number[id(op)], number[id(last_operator(op))]) for op in ops if op.blocks]
         users = users_of(ops) if loops else {}
         for op in ops if loops else ():
             if len(op.results) == 1 and not op.blocks:
@@ -83,16 +83,16 @@ def _first_user(value: int, users: dict[int, list[Op]]) -> Op | None:
 def _latest(block: Block, op: Op, users: dict[int, list[Op]], number: dict[int, int], following: Op | None) -> float:
     """Return the time of a delayed product; `following` is the next one of equal shapes."""
     user = _first_user(op.results[0], users)
-    first = number[id(user)] if user else number[id(last_operator(block))] + 1
+    first = number[id(user)] if user else number[id(last_operator(block.ops[-1]))] + 1
     if block.loop:
         return max(first - 0.5, number[id(op)])
     loops = [one for one in inlined(block) if one.blocks and number[id(op)] < number[id(one)] < first]
     if loops:
-        return number[id(last_operator(loops[-1].blocks[-1]))] + 0.75  # after what is delayed in the loop
+        return number[id(last_operator(loops[-1]))] + 0.75  # after what is delayed in the loop
     return number[id(op)] if following is None else max(min(first, number[id(following)]) - 0.5, number[id(op)])
 
 
-def last_operator(block: Block) -> Op:
-    """Return the last operator of a block, nested ones included."""
-    last = block.ops[-1]
-    return last_operator(last.blocks[-1]) if last.blocks and last.blocks[-1].ops else last
+def last_operator(op: Op) -> Op:
+    """Return the last operator that is nested in an operator; itself if none is, as in a loop that moves its carry."""
+    nested = [block.ops[-1] for block in op.blocks if block.ops]
+    return last_operator(nested[-1]) if nested else op

@@ -118,13 +118,12 @@ class MemoryModel:
         casts = cast_stacks(program, of_parameters) if self.is_tiled else {}
         # Parameter -> fraction of its bytes, and the points between which there is a copy in a narrower type.
         self.casts = {
-            v: (ratio, self.point[id(a)], self.point[id(last_operator(b.blocks[-1]))])
-            for v, (ratio, a, b) in casts.items()
+            v: (ratio, self.point[id(a)], self.point[id(last_operator(b))]) for v, (ratio, a, b) in casts.items()
         }
         # Values that a loop copies from the host one iteration early, and the first and last points of the loop.
         fetched = fetched_slices(program) if self.is_tiled else {}
         self.fetched = [
-            (v, self.point[id(loop)], self.point[id(last_operator(loop.blocks[-1]))])
+            (v, self.point[id(loop)], self.point[id(last_operator(loop))])
             for v, loop in fetched.items()
             if self.written[v]
         ]
@@ -168,7 +167,7 @@ class MemoryModel:
         for op in program.ops():
             if op.name != "scan":
                 continue
-            start, end = self.point[id(op)], self.point[id(last_operator(op.blocks[-1]))]
+            start, end = self.point[id(op)], self.point[id(last_operator(op))]
             n_consts, n_carry = _compat.scan_arity(op.eqn.params)
             for v in op.operands[n_consts : n_consts + n_carry]:
                 if v >= 0 and op.operands.count(v) == 1 and 0 <= self.birth[v] < start and self.death[v] == end:

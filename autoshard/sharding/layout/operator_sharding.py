@@ -23,7 +23,7 @@ from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.flops import flops_of
 from autoshard.sharding.program.operator_kinds import REDUCTIONS, decodes, is_decision_point, is_declared
-from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault
+from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault, writes_one_row
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.layer_stacks import layer_stacks
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, exchanged_spec, shard_count
@@ -364,9 +364,8 @@ def _has_known_fault(op: Op, sharded: Sequence[str], mesh: Mapping[str, int]) ->
     if not sharded or op.name not in MISPARTITIONED or any(_compat.is_extended(v.aval.dtype) for v in op.eqn.invars):
         return False
     application = ShardedOperator([v.aval for v in op.eqn.invars], op.eqn.params, op.rule, tuple(sharded))
-    axes = sum(n > 1 for n in mesh.values())
-    fault = known_fault(op.name, application, axes=axes)
-    return fault is not None and fault.avoided
+    fault = known_fault(op.name, application, axes=sum(n > 1 for n in mesh.values()))
+    return writes_one_row(op.name, application) or (fault is not None and fault.avoided)
 
 
 def can_constrain_at_once(layout: Layout, op: Op, strategy: OperatorStrategy, result: int, want: Spec) -> bool:

@@ -162,7 +162,13 @@ def batch_inputs(traced: Traced, analysis: Analysis, count: int) -> Mapping[int,
                     "two dimensions. Leave microbatches out"
                 )
             where[leaf] = Split(dim, math.prod(axes.sizes[c] for c in classes[classes.index(batch) + 1 :]))
-    if batch is None or not where:
+    if batch is not None and not where:
+        raise PlanError(
+            f"auto_shard({traced.name}): microbatches={count}, but the function makes the batch of {axes.sizes[batch]} "
+            "rows itself: it concatenates, draws or generates them. Pass the batch as an argument, or leave "
+            "microbatches out"
+        )
+    if batch is None:
         raise PlanError(
             f"auto_shard({traced.name}): microbatches={count}, but no argument has a batch: a dimension that is in the "
             "activations and in no parameter. Leave microbatches out"

@@ -327,6 +327,9 @@ class PlanningProblem:
             remedy = f"Use one of {', '.join(useful)}" if useful else "It can be sharded with 'state' only"
             names = sorted(set(self.axes.names.values()))
             problems.append(f"{lacked}: its logical axes are {', '.join(names)}. {remedy}")
+        if {*missing} & {*plan_request.CONTEXT} and self.roles.sequence:
+            looped = " and ".join(map(self.axes.name, self.roles.sequence))
+            problems.append(f"A loop runs over {looped}, so each device needs all positions")
         if {*missing} & {*plan_request.CONTEXT} and is_of_one_row(self.axes, self.roles):
             problems.append("The batch has one row, so its positions count as the batch, which dp and fsdp shard. With "
                             "two rows, they are a sequence")  # fmt: skip

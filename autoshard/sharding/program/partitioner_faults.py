@@ -3,14 +3,15 @@
 The oracle found each of these faults on CPU devices and no longer reports them. A test checks that each still exists.
 A plan runs an affected operator on shards, by its rule, instead of leaving it to the partitioner.
 
-One more fault depends on the sharding that the result is used with, not on the operator's own sharding: see
-`extends_computed_spec` in `sharding/layout/operator_sharding.py`.
+Two more faults depend on other operators. See `writes_one_row`, and `extends_computed_spec` in
+`sharding/layout/operator_sharding.py`, for a fault that depends on the sharding that the result is used with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 from autoshard._shown import shown
@@ -253,3 +254,14 @@ def known_fault(primitive: str, op: ShardedOperator, *effects: Effect, axes: int
         if affected and (not effects or fault.effect in effects) and fault.when(op):
             return fault
     return None
+
+
+def writes_one_row(primitive: str, op: ShardedOperator) -> bool:
+    """Whether a scatter writes a single row into a dimension that is sharded: XLA may write a wrong row as well.
+
+    The partitioner subtracts the start of the shard from the row's position. XLA then rewrites the scatter: it reads
+    the row at this position, selects the update or what it has read, and writes that. Each position is clamped to the
+    shard. But if the operand is itself a slice, as after a reshard, XLA adds the two positions before it clamps, and
+    reads another row of the array that was sliced.
+    """
+    return primitive.startswith("scatter") and "index" in op.kinds() and prod(op.avals[1].shape[:-1]) == 1

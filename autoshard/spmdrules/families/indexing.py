@@ -41,15 +41,9 @@ def _starts_at(shard: Shard, dim: Dim) -> Any:
 
 @rule(lax.gather_p)
 def gather(
-    x: Any,
-    indices: Any,
-    *,
-    dimension_numbers: Any,
-    slice_sizes: Sequence[int],
-    mode: Any,
-    fill_value: Any = None,
+    x: Any, indices: Any, *, dimension_numbers: Any, slice_sizes: Sequence[int], mode: Any, fill_value: Any = None,
     **_: Any,
-) -> Rule:
+) -> Rule:  # fmt: skip
     """``v d, b -> b d; index v; linear 0; moves 0``: rows selected by position.
 
     Dimensions taken in full, batch dimensions and those of the indices pass. A dimension from which windows are taken
@@ -265,12 +259,14 @@ def _scatter_body(name: str, dims: Dims, sizes: Sequence[int], params: Mapping[s
         outside, held, local = _locate(shard, dims, _widened(indices), mapped, sizes, shape, x.shape)
         kept = held if clips else held & ~outside
         x = _with_margins(shard, x, dims, sizes)
-        local = jnp.where(kept[..., None], local, jnp.asarray(x.shape, local.dtype)[jnp.asarray(mapped, int)])
+        if kept.size > 1:  # XLA may write a single row by its position alone, see `partitioner_faults.writes_one_row`
+            local = jnp.where(kept[..., None], local, jnp.asarray(x.shape, local.dtype)[jnp.asarray(mapped, int)])
         if identity is not None:
             sharded = [f.name for f in shard.rule.factors if f.kind == "reduce" and shard.count(f.name) > 1]
             first = jnp.all(jnp.asarray([shard.index[f] == 0 for f in sharded]))
             x = jnp.where(first, x, jnp.asarray(identity, x.dtype))
         out = scatter.bind(x, local, updates, **{**params, **overrides})
+        out = jnp.where(kept.reshape(()), out, x) if kept.size == 1 else out
         return _with_margins(shard, out, dims, sizes, -1)
 
     return body

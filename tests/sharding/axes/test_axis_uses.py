@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from autoshard import auto_shard, operator, plan
 from autoshard.sharding.axes.analysis import analyse
@@ -216,3 +217,31 @@ def test_positions_of_attention_are_a_sequence_although_slices_take_them(loss, p
     found = analyse(trace(jax.grad(loss), args, {}))
     axes, (_, x) = found.axes, found.axes.program.inputs
     assert found.roles.context == axes.of_value[x][1]
+
+
+def test_adapters_that_are_looked_up_for_each_row_leave_hidden_axes_shardable():
+    rows, width, hidden, adapters, rank = 16, 32, 64, 6, 4
+
+    def layer(base, x, down, up):
+        return x @ base + jnp.einsum("bti,bir,bro->bto", x, down, up)
+
+    def step(state, base, tokens, chosen):
+        def loss(state):
+            x = base["embed"][tokens]
+            hidden = jnp.tanh(layer(base["up"], x, state["in"][chosen], state["to"][chosen]))
+            x = x + layer(base["down"], hidden, state["from"][chosen], state["out"][chosen])
+            return -jnp.mean(jax.nn.log_softmax(x @ base["embed"].T)[..., 0])
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state))
+
+    state = {"in": (adapters, width, rank), "to": (adapters, rank, hidden), "from": (adapters, hidden, rank),
+             "out": (adapters, rank, width)}  # fmt: skip
+    state, base = (
+        {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        for shapes in (state, {"embed": (48, width), "up": (width, hidden), "down": (hidden, width)})
+    )
+    tokens, chosen = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 8), (rows,)))
+    made = plan(step, state, base, tokens, chosen, target="cpu:8", plan="tp:8")
+    assert made.logical_axes["base/up"] == ("embed", "ffn")
+    specs = made.in_specs[1]
+    assert specs["up"] == P(None, specs["down"][0]) and specs["down"][0]

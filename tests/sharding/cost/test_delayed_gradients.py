@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from autoshard import plan
 from autoshard.sharding.cost.delayed_gradients import held_until, points
@@ -111,3 +112,19 @@ def test_a_sum_waits_over_loops_for_its_first_user():
     assert (until[early], until[late], until[unused]) == (early, user, end)
     others = [n for n in products if n not in (late, unused)]
     assert len(others) == 5 and [until[n] for n in others] == others
+
+
+@pytest.mark.parametrize("target", ["v5e:2x2", "h100:1x4", "cpu:4"])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda new, old: jax.lax.cond(new[0, 0] > 0, lambda: new, lambda: old),
+        lambda new, old: jax.lax.scan(lambda last, x: (x, last), old, jnp.stack([new, old]))[0],
+    ],
+)
+def test_branches_and_loops_without_operators_are_planned(kept, target):
+    def step(state, x):
+        new = state["w"] - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(state["w"])
+        return {"w": new, "old": kept(new, state["old"])}
+
+    assert plan(step, {"w": W, "old": W}, X, target=target).candidates

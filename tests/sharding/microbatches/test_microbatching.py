@@ -71,6 +71,14 @@ def test_steps_that_cannot_be_cut():
     with pytest.raises(PlanError, match="microbatches=2, but no argument has a batch"):
         plan(lambda x: x * 2, jnp.float32(1), target="cpu:2", microbatches=2)
 
+    def step(weight, x, y):
+        rows = jnp.concatenate([x, y])
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(rows @ w) @ w.T) ** 2))(weight)
+        return weight - grad, loss
+
+    with pytest.raises(PlanError, match="microbatches=2, but the function makes the batch of 16 rows itself"):
+        plan(step, jnp.ones((3, 4)), jnp.ones((8, 5, 3)), jnp.ones((8, 5, 3)), target="cpu:2", microbatches=2)
+
 
 @pytest.mark.whole
 @pytest.mark.few(1)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 
-from autoshard import _compat
+from autoshard import _compat, plan
 from autoshard.sharding.oracle.cases import collect, to_numpy
 from autoshard.sharding.oracle.partitioner_check import check_partitioner
 from autoshard.sharding.oracle.probe_values import difference, trials
@@ -20,6 +20,7 @@ from autoshard.sharding.program.partitioner_faults import KNOWN_PARTITIONER_FAUL
 from autoshard.spmdrules.core.placement import to_partition_spec
 from autoshard.spmdrules.core.registry import rule_for
 from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
+from tests.sharding.programs import assert_close
 
 COLLECTIVE = re.compile(r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
@@ -195,3 +196,28 @@ def test_every_fault_is_checked():
         checked.add(known_fault(name, ShardedOperator(case.avals, case.eqn.params, rule, factors), effect))
     known = [f for f in KNOWN_PARTITIONER_FAULTS if any(fault_exists(name, f.effect) for name in f.primitives)]
     assert [f for f in known if f not in checked and f.effect != "crash"] == []
+
+
+def write_to_slice(x, start, row):
+    """Writes one row of a slice; a row outside of the slice is dropped."""
+    numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
+    window = lax.dynamic_slice(x, (start,), (4,))
+    return lax.scatter(window, row[None], jnp.float32(9), numbers, mode=lax.GatherScatterMode.FILL_OR_DROP)
+
+
+def test_a_row_outside_of_a_slice_still_changes_the_slice():
+    x, start, row = jnp.arange(8.0), 4, jnp.int32(-2)
+    assert jnp.array_equal(write_to_slice(x, start, row), [4, 5, 6, 7])
+    assert not jnp.array_equal(jax.jit(write_to_slice)(x, start, row), [4, 5, 6, 7]), "XLA has fixed this fault"
+
+
+@pytest.mark.parametrize("write", [lambda x: x.at[0].set(1.0), lambda x: x.at[5].add(1.0), lambda x: x.at[-1].max(2.0)])
+def test_one_row_of_a_resharded_array_is_written(write):
+    def step(weight, x):
+        rows = write(x[jnp.argsort(x[:, 0])])
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(rows @ w) ** 2))(weight)
+        return weight - grads, loss, rows
+
+    weight, x = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(16, 32), (8, 16)]))
+    planned = plan(step, weight, x, target="cpu:8", plan="dp:2 fsdp:2 tp:2").jit()
+    assert_close(jax.jit(step)(weight, x), planned(weight, x))

@@ -43,7 +43,7 @@ def stack_uses(program: Program, parameters: Mapping[int, int]) -> dict[int, tup
         taken = {v for block in outer.blocks for op in walk(block) for v in op.operands if v in parameters}
         for source in {parameters[v] for v in taken if program.avals[v].ndim < program.avals[parameters[v]].ndim}:
             first = found[source][0] if source in found else number[id(outer)]
-            found[source] = first, number[id(last_operator(outer.blocks[-1]))]
+            found[source] = first, number[id(last_operator(outer))]
     return found
 
 

@@ -75,6 +75,22 @@ def test_generated_rows_are_sharded_like_the_batch(make, strategy):
     assert_close(jax.jit(step)(*args), planned.jit()(*args))
 
 
+def test_rows_that_are_drawn_from_the_state_are_the_batch():
+    """All rows are trained towards the one picture that is given."""
+
+    def step(state, picture, key):
+        rows = state["pool"][jax.random.choice(key, 2 * ROWS, (ROWS,), replace=False)]
+
+        def loss(params):
+            return jnp.mean((perceptron(params, rows)[..., :3] - picture) ** 2)
+
+        return {**state, "params": descent(state["params"], jax.grad(loss)(state["params"]))}
+
+    state = {"params": weights(16, 64, 16), "pool": jnp.ones((2 * ROWS, 6, 16))}
+    problem = bound_or_error(plan(step, state, jnp.ones((6, 3)), jax.random.key(1), target="cpu:8").bound).problem
+    assert problem.axes.sizes[problem.roles.batch] == ROWS
+
+
 def test_rows_that_are_multiplied_by_the_batch_stay_another_axis():
     def step(params, x, key):
         def loss(params):

@@ -122,3 +122,28 @@ def test_a_batch_that_the_devices_do_not_divide_is_reported(rows, size):
     with pytest.warns(AutoshardWarning, match=warned):
         found = autoshard.auto_shard(step, plan="dp:8")(*args)
     assert_close(jax.jit(step)(*args), found)
+
+
+def by_position(evaluate, batches):
+    return jax.lax.fori_loop(0, len(batches), lambda i, total: total + evaluate(batches[i]), 0.0)
+
+
+def by_scan(evaluate, batches):
+    return jax.lax.scan(lambda total, x: (total + evaluate(x), None), 0.0, batches)[0]
+
+
+@pytest.mark.parametrize("over", [by_position, by_scan])
+def test_stacked_batches_of_an_evaluation_are_sharded(over):
+    """A loop evaluates the trained weights on several batches of another size."""
+
+    def step(params, x, held_out):
+        grads = jax.grad(lambda p: jnp.mean(perceptron(p, x) ** 2))(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return params, over(lambda rows: jnp.mean(perceptron(params, rows) ** 2), held_out)
+
+    args = matrices(16, 64, 8), rows_of(32), jnp.stack([rows_of(24)] * 4)
+    assert other_rows(step, *args) == [("batch_1", 24)]
+    assert not analyse(trace(step, args, {})).roles.sequence
+    planned = autoshard.plan(step, *args, target="cpu:8", plan="dp:8")
+    assert planned.in_specs[2] == P(None, "dp")
+    assert_close(jax.jit(step)(*args), planned.jit()(*args))
