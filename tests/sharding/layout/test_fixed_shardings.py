@@ -414,17 +414,3 @@ def test_functions_that_share_state_on_one_device_stay_there(mesh_of):
     assert loss.plan(params, batch()).mesh.size == 1
     beside = jax.device_put(batch(), NamedSharding(mesh_of(data=8), P("data")))
     assert auto_shard(mlp_loss).plan(params, beside).mesh.size == 8
-
-
-def test_a_sequence_that_a_loop_runs_over_cannot_be_sharded():
-    def step(weight, x):
-        def loss(weight):
-            blocks = (x @ weight).reshape(16, 4, 8, 32).swapaxes(0, 1)
-            ends = jax.lax.scan(lambda c, b: (jnp.tanh(c + b.sum(1)), c), jnp.zeros((16, 32)), blocks)[1]
-            return jnp.mean(ends**2)
-
-        value, grad = jax.value_and_grad(loss)(weight)
-        return weight - grad, value
-
-    with pytest.raises(PlanError, match="cp shards sequences, .*A loop runs over seq, so each device needs all pos"):
-        plan(step, jnp.ones((8, 32)), jnp.ones((16, 32, 8)), target="cpu:8", plan="dp:2 cp:4")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
+from autoshard.errors import PlanError
 from autoshard.kernels.blockwise_attention import Softmax
 from autoshard.kernels.splash_attention import splash_attention
 from autoshard.kernels.visibility import Visibility
@@ -129,3 +130,17 @@ def test_isp_is_ulysses_with_parameters_and_state_over_the_same_devices():
 
 def test_isp_gives_the_words_of_its_request_again():
     assert str(parse_request("ISP:4 dp:2")) == "dp:2 isp:4"
+
+
+def test_a_sequence_that_a_loop_runs_over_cannot_be_sharded():
+    def step(weight, x):
+        def loss(weight):
+            blocks = (x @ weight).reshape(16, 4, 8, 32).swapaxes(0, 1)
+            ends = jax.lax.scan(lambda c, b: (jnp.tanh(c + b.sum(1)), c), jnp.zeros((16, 32)), blocks)[1]
+            return jnp.mean(ends**2)
+
+        value, grad = jax.value_and_grad(loss)(weight)
+        return weight - grad, value
+
+    with pytest.raises(PlanError, match="cp shards sequences, .*A loop runs over seq, so each device needs all pos"):
+        autoshard.plan(step, jnp.ones((8, 32)), jnp.ones((16, 32, 8)), target="cpu:8", plan="dp:2 cp:4")

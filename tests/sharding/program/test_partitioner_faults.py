@@ -207,8 +207,8 @@ def write_to_slice(x, start, row):
 
 def test_a_row_outside_of_a_slice_still_changes_the_slice():
     x, start, row = jnp.arange(8.0), 4, jnp.int32(-2)
-    assert jnp.array_equal(write_to_slice(x, start, row), [4, 5, 6, 7])
-    assert not jnp.array_equal(jax.jit(write_to_slice)(x, start, row), [4, 5, 6, 7]), "XLA has fixed this fault"
+    assert jnp.array_equal(write_to_slice(x, start, row), x[4:])
+    assert not jnp.array_equal(jax.jit(write_to_slice)(x, start, row), x[4:]), "XLA has fixed this fault"
 
 
 @pytest.mark.parametrize("write", [lambda x: x.at[0].set(1.0), lambda x: x.at[5].add(1.0), lambda x: x.at[-1].max(2.0)])

@@ -88,7 +88,7 @@ def test_rows_that_are_drawn_from_the_state_are_the_batch():
 
     state = {"params": weights(16, 64, 16), "pool": jnp.ones((2 * ROWS, 6, 16))}
     problem = bound_or_error(plan(step, state, jnp.ones((6, 3)), jax.random.key(1), target="cpu:8").bound).problem
-    assert problem.axes.sizes[problem.roles.batch] == ROWS
+    assert problem.roles.batch is not None and problem.axes.sizes[problem.roles.batch] == ROWS
 
 
 def test_rows_that_are_multiplied_by_the_batch_stay_another_axis():

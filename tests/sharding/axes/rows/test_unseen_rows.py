@@ -76,7 +76,7 @@ def test_rows_that_the_state_carries_are_the_batch(step, memory, data):
     found = analyse(traced)
     names = dict(zip(found.axes.program.inputs, traced.in_names, strict=True))
     roles = {names[v]: role for v, role in found.roles.inputs.items()}
-    assert found.axes.sizes[found.roles.batch] == ROWS
+    assert found.roles.batch is not None and found.axes.sizes[found.roles.batch] == ROWS
     assert not found.roles.experts
     assert [path for path, role in roles.items() if role == "data"] == [
         "state/memory",
@@ -98,7 +98,7 @@ def test_features_before_rows_are_not_the_batch(deep):
 
     weights = {"in": floats(WIDTH, HIDDEN), "square": floats(HIDDEN, HIDDEN)}
     found = analyse(trace(step, ({"weights": weights, "mean": floats(WIDTH)}, floats(WIDTH, ROWS)), {}))
-    assert found.axes.sizes[found.roles.batch] == ROWS
+    assert found.roles.batch is not None and found.axes.sizes[found.roles.batch] == ROWS
 
 
 def pairs(state, chosen, rejected):
@@ -140,7 +140,7 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 def test_concatenated_rows_are_the_batch(step, weights, data):
     key = () if step is pairs else (jax.random.key(0),)
     found = analyse(trace(step, ({"weights": weights}, *data, *key), {}))
-    assert found.axes.sizes[found.roles.batch] == 2 * ROWS
+    assert found.roles.batch is not None and found.axes.sizes[found.roles.batch] == 2 * ROWS
     assert {found.axes.sizes[c] for c in found.roles.other_rows} == {ROWS}
     inputs = found.axes.program.inputs
     roles = [found.roles.inputs[v] for v in inputs if len(found.axes.program.avals[v].shape)]
