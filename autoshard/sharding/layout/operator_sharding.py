@@ -6,6 +6,7 @@ Cost, memory, lowering and reports all use this module, so that the prices are t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -365,7 +366,7 @@ def _has_known_fault(op: Op, sharded: Sequence[str], mesh: Mapping[str, int]) ->
         return False
     application = ShardedOperator([v.aval for v in op.eqn.invars], op.eqn.params, op.rule, tuple(sharded))
     fault = known_fault(op.name, application, axes=sum(n > 1 for n in mesh.values()))
-    return writes_one_row(op.name, application) or (fault is not None and fault.avoided)
+    return writes_one_row(op.name, application, math.prod(mesh.values())) or (fault is not None and fault.avoided)
 
 
 def can_constrain_at_once(layout: Layout, op: Op, strategy: OperatorStrategy, result: int, want: Spec) -> bool:

@@ -256,12 +256,15 @@ def known_fault(primitive: str, op: ShardedOperator, *effects: Effect, axes: int
     return None
 
 
-def writes_one_row(primitive: str, op: ShardedOperator) -> bool:
-    """Whether a scatter writes a single row into a dimension that is sharded: XLA may write a wrong row as well.
+def writes_one_row(primitive: str, op: ShardedOperator, devices: int) -> bool:
+    """Whether a scatter may write a single row into a dimension that is sharded: XLA may write a wrong row as well.
 
     The partitioner subtracts the start of the shard from the row's position. XLA then rewrites the scatter: it reads
     the row at this position, selects the update or what it has read, and writes that. Each position is clamped to the
     shard. But if the operand is itself a slice, as after a reshard, XLA adds the two positions before it clamps, and
-    reads another row of the array that was sliced.
+    reads another row of the array that was sliced. If the rows are sharded, too, a device may have one row of several.
     """
-    return primitive.startswith("scatter") and "index" in op.kinds() and prod(op.avals[1].shape[:-1]) == 1
+    if not primitive.startswith("scatter") or "index" not in op.kinds():
+        return False
+    rows = op.avals[1].shape[:-1]
+    return prod(rows) <= (devices if op.touches(1, range(len(rows))) else 1)

@@ -16,10 +16,16 @@ from autoshard.sharding.oracle.cases import collect, to_numpy
 from autoshard.sharding.oracle.partitioner_check import check_partitioner
 from autoshard.sharding.oracle.probe_values import difference, trials
 from autoshard.sharding.oracle.shard_runner import device_mesh
-from autoshard.sharding.program.partitioner_faults import KNOWN_PARTITIONER_FAULTS, ShardedOperator, known_fault
+from autoshard.sharding.program.partitioner_faults import (
+    KNOWN_PARTITIONER_FAULTS,
+    ShardedOperator,
+    known_fault,
+    writes_one_row,
+)
 from autoshard.spmdrules.core.placement import to_partition_spec
 from autoshard.spmdrules.core.registry import rule_for
 from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
+from autoshard.spmdrules.ir.program import build
 from tests.sharding.programs import assert_close
 
 COLLECTIVE = re.compile(r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -209,6 +215,17 @@ def test_a_row_outside_of_a_slice_still_changes_the_slice():
     x, start, row = jnp.arange(8.0), 4, jnp.int32(-2)
     assert jnp.array_equal(write_to_slice(x, start, row), x[4:])
     assert not jnp.array_equal(jax.jit(write_to_slice)(x, start, row), x[4:]), "XLA has fixed this fault"
+
+
+def test_each_device_may_write_one_row_of_several():
+    x, rows = jnp.zeros((16, 8)), jnp.arange(4)
+    jaxpr = jax.make_jaxpr(lambda x, rows, new: x.at[rows].set(new))(x, rows, jnp.ones((4, 8)))
+    (op,) = [op for op in build(jaxpr).ops() if op.name == "scatter"]
+    (index,) = [f.name for f in op.rule.factors if f.kind == "index"]
+    (row,) = op.rule.operands[1][0]
+    avals = [v.aval for v in op.eqn.invars]
+    for factors, devices, expected in (((index, row), 4, True), ((index, row), 2, False), ((index,), 4, False)):
+        assert writes_one_row(op.name, ShardedOperator(avals, op.eqn.params, op.rule, factors), devices) is expected
 
 
 @pytest.mark.parametrize("write", [lambda x: x.at[0].set(1.0), lambda x: x.at[5].add(1.0), lambda x: x.at[-1].max(2.0)])
