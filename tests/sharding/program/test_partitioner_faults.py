@@ -221,6 +221,7 @@ def test_each_device_may_write_one_row_of_several():
     x, rows = jnp.zeros((16, 8)), jnp.arange(4)
     jaxpr = jax.make_jaxpr(lambda x, rows, new: x.at[rows].set(new))(x, rows, jnp.ones((4, 8)))
     (op,) = [op for op in build(jaxpr).ops() if op.name == "scatter"]
+    assert op.rule is not None
     (index,) = [f.name for f in op.rule.factors if f.kind == "index"]
     (row,) = op.rule.operands[1][0]
     avals = [v.aval for v in op.eqn.invars]
