@@ -24,7 +24,8 @@ estimates are two to five times as long, by an irregular factor (`benchmarks/com
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -75,7 +76,7 @@ from autoshard.sharding.layout.operator_strategy import Move
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_declared
-from autoshard.spmdrules.core.placement import ReshardKind, bytes_sent_per_byte
+from autoshard.spmdrules.core.placement import ReshardKind, axes_of, bytes_sent_per_byte
 from autoshard.spmdrules.ir.program import Op
 
 _NONE: frozenset[int] = frozenset()
@@ -208,6 +209,25 @@ class CostModel:
             return self.early(cost, [*gathered.values()], others, times, self.stretches.times(products))
         ahead = gathered_one_ahead(in_order, self.stretches.number)
         return replace(cost, live_buffers=(*buffers.values(), *ahead))
+
+    def repeated_us(self, layout: Layout) -> Counter[str]:
+        """Return the microseconds of repeated work on each device in one step, by the user's source line.
+
+        The work of an operator is divided by the mesh axes that shard its results or operands. Stored state does not
+        count, because it is gathered. If work is divided over `n` of `N` devices, its share `1 - n / N` is repeated.
+        """
+        distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
+        if distinct != self.distinct:
+            return self._distinguishing(distinct).repeated_us(layout)
+        form, found, devices = CanonicalLayout(layout, self.queries), Counter[str](), math.prod(layout.mesh.values())
+        for number, each in enumerate(self.classes):
+            price, _ = self._price(number, each, form)
+            sharded, arrays = form(number), (*each.op.operands, *each.op.results)
+            specs = [spec for v, spec in zip(arrays, sharded.specs, strict=False) if not self._is_state(v)]
+            parts = math.prod(sharded.sizes[axis] for axis in {axis for spec in specs for axis in axes_of(spec)})
+            if price.time_us and parts < devices:
+                found[each.line] += price.time_us * each.runs * (1 - parts / devices)
+        return found
 
     def least_us(self, layout: Layout) -> Iterator[float]:
         """Yield lower bounds of `StepCost.step_time_us` under a layout, from low to high."""

@@ -53,6 +53,11 @@ SHOWN_ACTIVATIONS = 40
 # Bytes of captured arrays above which a warning and a note report them (`captured_arrays`). Source: chosen.
 LARGE_CONSTANTS_BYTES = 2**20
 
+# --- Notes on repeated work (`notes.repeated_work`)
+
+# Least fraction of the step time that work must take which several devices repeat, for a note. Source: chosen.
+NOTED_REPEATED_SHARE = 0.25
+
 # --- Notes on code that no plan shards well (`notes.hindrances`)
 
 # Least fraction of the step time that the gather of a sort's operands takes for a note. Faster ones decide no plan.

@@ -37,6 +37,7 @@ from autoshard.sharding.planner.captured_arrays import captured_note
 from autoshard.sharding.planner.idle_devices import idle_notes
 from autoshard.sharding.planner.notes.explicit_types import followed_types, type_notes
 from autoshard.sharding.planner.notes.hindrances import hindrance_notes
+from autoshard.sharding.planner.notes.repeated_work import repeated_work_notes
 from autoshard.sharding.planner.notes.single_row import single_row_notes
 from autoshard.sharding.planner.offload_choice import host_memory_notes, offload_notes
 from autoshard.sharding.planner.problem import PlanningProblem
@@ -58,6 +59,8 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
     layout, axes, target = best.layout, problem.axes, problem.machine.target
     notes = (*_notes(problem, layout), *host_memory_notes(best), *_gather_notes(problem, best))
     notes += (*single_row_notes(layout, best.name),)
+    if not idle_notes(problem, layout):
+        notes += (*repeated_work_notes(problem, layout, best.cost.step_time_us),)
     notes += (*hindrance_notes(axes, problem.roles, layout, target, best.cost.step_time_us), *type_notes(problem))
     state_like = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.state_like]
     outputs = output_specs(problem.program, layout, [*state_like, *problem.state], followed_types(problem))

@@ -1,0 +1,35 @@
+"""The note on work that several devices repeat."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard import plan
+from tests.sharding.programs import descent
+
+WIDTH = 1024
+WEIGHTS = [jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32")] * 2
+
+
+@descent
+def step(weights, x):
+    return jnp.mean((jnp.tanh(x @ weights[0]) @ weights[1]) ** 2)
+
+
+def notes(words, rows, target="v5e:2x4"):
+    made = plan(step, WEIGHTS, jax.ShapeDtypeStruct((rows, WIDTH), "float32"), target=target, plan=words)
+    return [note for note in made.notes if note.startswith("devices repeat work")]
+
+
+def test_the_update_that_every_device_repeats_is_noted_with_its_line():
+    (note,) = notes("dp:8", 64)
+    assert "if all 8 devices divided it, compute would take" in note and "tests/sharding/programs.py" in note
+
+
+@pytest.mark.parametrize(("words", "rows"), [("fsdp:8", 64), ("dp:8", 1 << 16)])
+def test_work_that_is_divided_or_takes_little_time_is_not_noted(words, rows):
+    assert notes(words, rows) == []
+
+
+def test_one_device_repeats_nothing():
+    assert notes("dp:1", 64, target="v5e:1x1") == []
