@@ -25,7 +25,7 @@ estimates are two to five times as long, by an irregular factor (`benchmarks/com
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -210,7 +210,7 @@ class CostModel:
         ahead = gathered_one_ahead(in_order, self.stretches.number)
         return replace(cost, live_buffers=(*buffers.values(), *ahead))
 
-    def repeated_us(self, layout: Layout) -> Counter[str]:
+    def repeated_us(self, layout: Layout) -> Mapping[str, float]:
         """Return the microseconds of repeated work on each device in one step, by the user's source line.
 
         The work of an operator is divided by the mesh axes that shard its results or operands. Stored state does not
@@ -219,7 +219,8 @@ class CostModel:
         distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
         if distinct != self.distinct:
             return self._distinguishing(distinct).repeated_us(layout)
-        form, found, devices = CanonicalLayout(layout, self.queries), Counter[str](), math.prod(layout.mesh.values())
+        form, found = CanonicalLayout(layout, self.queries), defaultdict[str, float](float)
+        devices = math.prod(layout.mesh.values())
         for number, each in enumerate(self.classes):
             price, _ = self._price(number, each, form)
             sharded, arrays = form(number), (*each.op.operands, *each.op.results)
