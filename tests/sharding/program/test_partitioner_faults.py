@@ -211,6 +211,7 @@ def write_to_slice(x, start, row):
     return lax.scatter(window, row[None], jnp.float32(9), numbers, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA of JAX 0.12 has fixed this fault")
 def test_a_row_outside_of_a_slice_still_changes_the_slice():
     x, start, row = jnp.arange(8.0), 4, jnp.int32(-2)
     assert jnp.array_equal(write_to_slice(x, start, row), x[4:])

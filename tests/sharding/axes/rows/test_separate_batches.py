@@ -141,7 +141,7 @@ def test_stacked_batches_of_an_evaluation_are_sharded(over):
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         return params, over(lambda rows: jnp.mean(perceptron(params, rows) ** 2), held_out)
 
-    args = matrices(16, 64, 8), rows_of(32), jnp.stack([rows_of(24)] * 4)
+    args = matrices(16, 64, 8), rows_of(32), jnp.stack([rows_of(24)] * 2)
     assert other_rows(step, *args) == [("batch_1", 24)]
     assert not analyse(trace(step, args, {})).roles.sequence
     planned = autoshard.plan(step, *args, target="cpu:8", plan="dp:8")
