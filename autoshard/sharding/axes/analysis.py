@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import cast
 
 from autoshard._shown import shown
-from autoshard.sharding.axes.batch_axis import batch_axis
 from autoshard.sharding.axes.expert_routing import split_expert_axes
 from autoshard.sharding.axes.logical_axes import LogicalAxes, find_axes
 from autoshard.sharding.axes.naming.axis_names import name_axes, name_computed_axes
 from autoshard.sharding.axes.roles import Role, Roles, find_roles
+from autoshard.sharding.axes.rows.batch_axis import batch_axis
 from autoshard.sharding.axes.rows.carried_rows import carried_batch
 from autoshard.sharding.axes.rows.generated_batches import join_generated_batches
 from autoshard.sharding.axes.rows.graph_axes import find_graph_axes

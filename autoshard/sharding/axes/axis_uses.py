@@ -37,7 +37,7 @@ class AxisUses:
         indexed: axes of the rows of a table that a gather or scatter indexes.
         windows: axes of the windows of convolution kernels, which are never sharded.
         attended: axes that a contraction of two activations has on both sides: positions of queries and of keys.
-        taken: axis -> its positions that slices of one element take; all of them if a loop slices one by one.
+        taken: axis -> its positions that slices of one element take; all positions if a loop takes one after another.
     """
 
     weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
@@ -120,7 +120,7 @@ class _UseCollector:
     row: frozenset[int]
     groups: bool
     uses: AxisUses = field(default_factory=AxisUses)
-    matrices_of_rows: set[frozenset[int]] = field(default_factory=set)  # their axes, but for the rows
+    matrices_of_rows: set[frozenset[int]] = field(default_factory=set)  # their axes without the rows
 
     def record(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
         """Records the uses of axes by one operator."""
@@ -292,7 +292,7 @@ class _UseCollector:
         if self.groups and all(with_batch) and kept and of_row <= self.in_parameters:
             return  # not attention, but a group's term of a weight's gradient
         if not self.matrices_of_rows.isdisjoint(frozenset(own - self.rows) for own in (*sides, result)):
-            return  # activation with a weight that is looked up for each row, such as adapters
+            return  # product of an activation and a weight that is looked up for each row, such as an adapter
         if all(with_batch) and kept:  # activation with activation: attention
             # The gradient of keys sums over the query groups and the sequence together. These are not inner axes.
             if summed <= self.in_parameters:

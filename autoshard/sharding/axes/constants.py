@@ -9,7 +9,7 @@ depend on the constants that choose axes and roles.
 REFINEMENT_ROUNDS = 3
 
 # An axis can be the batch if it carries at least this fraction of the activation bytes of the axis that carries most
-# (`roles.batch_axis`). Source: chosen, not measured.
+# (`rows.batch_axis`). Source: chosen, not measured.
 BATCH_BYTES_SHARE = 0.7
 
 # Largest number of inputs from which one weight is computed, such as the gates of a recurrent cell that are

@@ -29,9 +29,9 @@ from typing import Any, Literal
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.axis_uses import AxisUses, find_uses
-from autoshard.sharding.axes.batch_axis import batch_axis
 from autoshard.sharding.axes.constants import MAX_FUSED_WEIGHTS
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
+from autoshard.sharding.axes.rows.batch_axis import batch_axis
 from autoshard.sharding.axes.rows.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.weights.computed_weights import computed_weights, rearranged_weights
 from autoshard.sharding.axes.weights.decoded_weights import decoded_weights

@@ -211,10 +211,10 @@ class CostModel:
         return replace(cost, live_buffers=(*buffers.values(), *ahead))
 
     def repeated_us(self, layout: Layout) -> Mapping[str, float]:
-        """Return the microseconds of repeated work on each device in one step, by the user's source line.
+        """Return how long a device does work in one step that other devices do, too: source line -> microseconds.
 
-        The work of an operator is divided by the mesh axes that shard its results or operands. Stored state does not
-        count, because it is gathered. If work is divided over `n` of `N` devices, its share `1 - n / N` is repeated.
+        Mesh axes that shard the results or operands of an operator divide its work. Those that shard stored state do
+        not, because state is gathered. If `n` of `N` devices divide the work, the share `1 - n / N` of it is repeated.
         """
         distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
         if distinct != self.distinct:
@@ -224,8 +224,9 @@ class CostModel:
         for number, each in enumerate(self.classes):
             price, _ = self._price(number, each, form)
             sharded, arrays = form(number), (*each.op.operands, *each.op.results)
-            specs = [spec for v, spec in zip(arrays, sharded.specs, strict=False) if not self._is_state(v)]
-            parts = math.prod(sharded.sizes[axis] for axis in {axis for spec in specs for axis in axes_of(spec)})
+            specs = zip(arrays, sharded.specs[: len(arrays)], strict=True)
+            dividing = {axis for v, spec in specs if not self._is_state(v) for axis in axes_of(spec)}
+            parts = math.prod(sharded.sizes[axis] for axis in dividing)
             if price.time_us and parts < devices:
                 found[each.line] += price.time_us * each.runs * (1 - parts / devices)
         return found

@@ -33,10 +33,12 @@ from autoshard.spmdrules.ir.program import Op
 
 
 def with_whole_rows(traced: Traced, axes: LogicalAxes, roles: Roles, devices: int) -> Traced:
-    """Return a traced step whose batch is one logical axis, if that lets more devices share the work.
+    """Rewrite a step so that the rows of its batch are one logical axis, if more devices can then share the work.
+
+    The step is returned unchanged if the rewrite does not pay, or if it was cut into microbatches or stages.
 
     Args:
-        traced: the step. One that was cut into microbatches or stages stays as it is.
+        traced: the step.
         axes: its logical axes.
         roles: their roles.
         devices: the number of devices.
@@ -65,7 +67,7 @@ def _split_dims(axes: LogicalAxes, roles: Roles) -> frozenset[Dim]:
 
 
 def _pays(axes: LogicalAxes, split: Set[Dim], devices: int) -> bool:
-    """Whether sharing the work among more devices saves more time than the repeated work costs."""
+    """Whether the time saved by sharing work among more devices exceeds the time of the work that they repeat."""
     if len(split) != 1:
         return False
     (dim,) = split
@@ -105,7 +107,7 @@ def _gather(op: Op, axes: LogicalAxes, split: Set[Dim], edits: FrameEdits, at: i
 
 
 def _merged(leaves: Leaves, dims: Dims, split: Set[Dim]) -> int | None:
-    """Return the dimension of split rows that an operator splits or merges; None if there is none."""
+    """Return the dimension in which an operator splits rows or merges them; None if it does neither."""
     return next((n for n, dim in enumerate(leaves) if dim in split and len(dims[n]) > 1), None)
 
 

@@ -1,4 +1,4 @@
-"""Constrains activations to their planned sharding, where XLA would shard them over further mesh axes.
+"""Keeps XLA from sharding activations over more mesh axes than planned, by constraining them to their planned sharding.
 
 A product or a reduction may take only a shard of an activation that the plan keeps whole, for example to compute a
 shard of a parameter's gradient. XLA propagates shardings from users to operands. Without a constraint, it would shard

@@ -55,7 +55,7 @@ LARGE_CONSTANTS_BYTES = 2**20
 
 # --- Notes on repeated work (`notes.repeated_work`)
 
-# Least fraction of the step time that work must take which several devices repeat, for a note. Source: chosen.
+# A note is made if repeated work takes at least this fraction of the step time. Source: chosen.
 NOTED_REPEATED_SHARE = 0.25
 
 # --- Notes on code that no plan shards well (`notes.hindrances`)

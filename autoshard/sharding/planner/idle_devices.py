@@ -64,7 +64,7 @@ def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:
 
 
 def _rows_notes(problem: PlanningProblem, layout: Layout, repeated: str) -> list[str]:
-    """Which rows several devices compute although the same mesh axes shard other rows, such as one of two batches."""
+    """Which rows are not divided although the same mesh axes shard other rows, such as those of another batch."""
     notes, found = [], [u for u in undivided(layout) if u.cls in problem.roles.rows]
     divided = problem.roles.rows - {u.cls for u in found}
     for one in found:

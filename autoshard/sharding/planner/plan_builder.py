@@ -57,10 +57,8 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         others: all candidates that were priced; the plan lists them.
     """
     layout, axes, target = best.layout, problem.axes, problem.machine.target
-    notes = (*_notes(problem, layout), *host_memory_notes(best), *_gather_notes(problem, best))
+    notes = (*_notes(problem, best), *host_memory_notes(best), *_gather_notes(problem, best))
     notes += (*single_row_notes(layout, best.name),)
-    if not idle_notes(problem, layout):
-        notes += (*repeated_work_notes(problem, layout, best.cost.step_time_us),)
     notes += (*hindrance_notes(axes, problem.roles, layout, target, best.cost.step_time_us), *type_notes(problem))
     state_like = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.state_like]
     outputs = output_specs(problem.program, layout, [*state_like, *problem.state], followed_types(problem))
@@ -167,10 +165,11 @@ def _axis_names(problem: PlanningProblem, value: int) -> tuple[str, ...]:
     )
 
 
-def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
-    notes = [note] if (note := captured_note(problem)) else []
+def _notes(problem: PlanningProblem, best: Candidate) -> tuple[str, ...]:
+    layout, notes = best.layout, [note] if (note := captured_note(problem)) else []
     idle = idle_notes(problem, layout)
-    notes += [*idle, *offload_notes(problem)]
+    notes += idle or repeated_work_notes(problem, layout, best.cost.step_time_us)
+    notes += offload_notes(problem)
     notes += own_sum_notes(problem)
     notes += stage_notes(problem.traced)
     notes += product_notes(problem.program, problem.machine.target.chip, problem.machine.target.name)

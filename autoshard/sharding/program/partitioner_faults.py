@@ -257,12 +257,17 @@ def known_fault(primitive: str, op: ShardedOperator, *effects: Effect, axes: int
 
 
 def writes_one_row(primitive: str, op: ShardedOperator, devices: int) -> bool:
-    """Whether a scatter may write a single row into a dimension that is sharded: XLA may write a wrong row as well.
+    """Whether a device may write a single row into a sharded dimension. XLA may then change another row, too.
 
     The partitioner subtracts the start of the shard from the row's position. XLA then rewrites the scatter: it reads
-    the row at this position, selects the update or what it has read, and writes that. Each position is clamped to the
-    shard. But if the operand is itself a slice, as after a reshard, XLA adds the two positions before it clamps, and
-    reads another row of the array that was sliced. If the rows are sharded, too, a device may have one row of several.
+    the row at this position, selects the update or the row that it has read, and writes the result. Each position is
+    clamped to the shard. But if the operand is itself a slice, as after a reshard, XLA adds the two positions before it
+    clamps the sum, and reads another row of the array that was sliced. XLA of JAX 0.12 does not.
+
+    Args:
+        primitive: the name of the operator.
+        op: its application.
+        devices: the number of devices. If the rows are sharded, a device may have one of that many rows.
     """
     if not primitive.startswith("scatter") or "index" not in op.kinds():
         return False

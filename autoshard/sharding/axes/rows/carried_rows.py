@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.sharding.axes.batch_axis import batch_axis
 from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.axes.rows.batch_axis import batch_axis
 from autoshard.sharding.program.array_sizes import is_float, is_integer, itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Program

@@ -82,8 +82,8 @@ def _indexed(program: Program, axes: LogicalAxes) -> tuple[Mapping[tuple[int, in
     for op, factors in zip(program.ops(), axes.of_op, strict=True):
         if op.rule is None or not (op.name == "gather" or op.name.startswith("scatter")) or op.operands[1] < 0:
             continue
-        # Axes of the indices that the indexed array has, too, are left out. With them, the operator picks an element of
-        # each row, such as the score of the right document for each query. The rows are no edges between documents.
+        # An axis that the indices share with the indexed array does not count edges. The operator then picks an element
+        # of each row, such as the score of the right document for each query.
         indexed = {c for dim in axes.of_value[op.operands[0]] for c in dim}
         rows = [c for dim in axes.of_value[op.operands[1]] for c in dim if c not in indexed]
         for addressed in (c for f in op.rule.factors if f.kind == "index" for c in factors.get(f.name, ())):

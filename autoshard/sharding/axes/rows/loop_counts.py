@@ -6,9 +6,9 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 
 
 def counted_axes(axes: LogicalAxes) -> set[int]:
-    """Return the axes of which each iteration of a loop slices one element, at a position that it computes.
+    """Return the axes from which each iteration of a loop takes one element with `dynamic_slice`.
 
-    `LogicalAxes.stacked` has the axes that `lax.scan` slices itself.
+    The axes that `lax.scan` slices are in `LogicalAxes.stacked`.
     """
     found: set[int] = set()
     for op, factors in zip(axes.program.ops(), axes.of_op, strict=True):

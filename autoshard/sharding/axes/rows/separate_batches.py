@@ -22,9 +22,9 @@ def separate_batches(
 
     Such an axis meets three conditions, or the first one and the fourth:
 
-    1. It is the first dimension of inputs that are not state, and no other dimension of an input. This excludes axes of
-       frozen weights: such an axis is the last dimension of one weight and the first dimension of the next. Dimensions
-       before it do not count if a loop runs over them, as over the stacked batches of an evaluation.
+    1. It is the first dimension of inputs that are not state, and not a later dimension of any input. This excludes
+       axes of frozen weights: such an axis is the last dimension of one weight and the first dimension of the next.
+       Leading dimensions over which a loop runs do not count, such as that of the stacked batches of an evaluation.
     2. It is kept by a product with a weight, and neither operand has the batch axis.
     3. It is kept by no product with a weight whose other operand has the batch axis, too. Such an axis is a sequence,
        for example of points at which each row is evaluated.
@@ -57,12 +57,12 @@ def separate_batches(
 
 
 def _behind(dims: Leaves, counts: Set[int]) -> Leaves:
-    """Return the dimensions that are left without the first ones over which loops run."""
+    """Return the dimensions without the leading ones over which loops run."""
     return tuple(itertools.dropwhile(lambda dim: len(dim) == 1 and dim[0] in counts, dims))
 
 
 def _concatenated(axes: LogicalAxes, batch: int) -> set[int]:
-    """Return the axes of the rows that are concatenated into the batch."""
+    """Return the axes of rows that the step concatenates to make the batch."""
     found: set[int] = set()
     for op in axes.program.ops():
         if op.name == "concatenate" and (batch,) == axes.of_value[op.results[0]][d := op.eqn.params["dimension"]]:

@@ -40,6 +40,6 @@ def _is_repeated(op: Op, operand: int) -> bool:
 
 
 def _may_spread(layout: Layout, op: Op, operand: int) -> bool:
-    """Whether a mesh axis shards the stored operand, but neither the operand as it is used nor the result."""
+    """Whether a mesh axis shards the stored operand only, and neither the gathered operand nor the result."""
     stored, needed = operand_spec(layout, op.operands[operand]), layout.spec(op.operands[operand])
     return not set(axes_of(stored)) <= {*axes_of(needed), *axes_of(layout.spec(op.results[0]))}

@@ -64,9 +64,11 @@ longer: the first column took 21 s on v6e and 74 s with the set, 23 and 46 s on 
 on v5e (278 s with 98304 KiB), on two busy cores. The recipes on which the efficiencies of v5p, v6e and tpu7x are
 calibrated (`benchmarks/recipe_calibration.py`) have large limits, too: 98304 KiB, and 61440 on tpu7x.
 
-With `full-memory` the scheduler may fill all of the memory. Without it, gathers become synchronous at a share between
-85 and 93 %. The set does not always pay: a gathered weight in flight takes on-chip memory from the products beside it.
-On v5e, at 93 % of the memory, relative to the default sets (second row: `benchmarks/memory_pressure.py`):
+With `full-memory` the scheduler may fill all of the memory. Without it, gathers become synchronous if the program needs
+more than a share of the memory, which is between 85 and 93 %. The set does not always make the step faster: a gathered
+weight in flight takes on-chip memory from the products beside it. On v5e, at 93 % of the memory, relative to the
+default sets (first row: `autoshard plan moe-2.4b --target v5e:4x4 --plan "dp:2 fsdp:8" --batch-size 256 --remat
+keep:context+mlp_in+mlp_out`; second row: `benchmarks/memory_pressure.py`):
 
     program                              step by cycles   by roofline   exposed time of collectives
     MoE of 2.4B, dp:2 fsdp:8             0.976            0.949         0.77
@@ -153,8 +155,8 @@ _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 _ABNORMAL_LOSSES = "AXLearn reports abnormal losses"
 
-# The share of the memory from which a plan may reach the limit of XLA's scheduler. Source:
-# `benchmarks/memory_pressure.py --show`. It still hides gathers at 85 % of a v5e's memory, and hides none at 93 %.
+# `full-memory` is tried for plans that take at least this share of the memory. Source:
+# `benchmarks/memory_pressure.py --show`. On v5e, gathers are hidden at 85 % without the set, and none is at 93 %.
 _ALMOST_FULL = 0.85
 
 

@@ -76,7 +76,7 @@ def test_rows_without_a_gradient_are_found():
     assert other_rows(fn, matrices(16, 64, 8), jnp.ones((48, 16)), jnp.ones((32, 16))) == [("batch_1", 32)]
 
 
-def test_points_at_which_each_row_is_evaluated_are_no_batch():
+def test_points_at_which_each_row_is_evaluated_are_not_a_batch():
     @descent
     def fn(params, x, places):
         seen = jnp.tanh((x @ params[0])[:, None] + places @ params[1])
@@ -85,7 +85,7 @@ def test_points_at_which_each_row_is_evaluated_are_no_batch():
     assert other_rows(fn, [*matrices(16, 32), *matrices(4, 32), *matrices(32, 16)], rows_of(8), rows_of(24, 4)) == []
 
 
-def test_rows_that_no_weight_multiplies_are_no_batch():
+def test_rows_that_no_weight_multiplies_are_not_a_batch():
     @descent
     def fn(params, x, basis):
         return jnp.mean(jnp.square(perceptron(params, x) @ (basis.T @ basis)))
@@ -93,7 +93,7 @@ def test_rows_that_no_weight_multiplies_are_no_batch():
     assert other_rows(fn, matrices(16, 64, 8), rows_of(48), rows_of(32, 8)) == []
 
 
-def test_the_axes_of_untrained_weights_are_no_batches():
+def test_the_axes_of_untrained_weights_are_not_batches():
     @descent
     def fn(params, frozen, x):
         low = [a @ b for a, b in zip(frozen["first"], params, strict=True)]
@@ -114,7 +114,7 @@ def test_a_function_without_state_has_no_other_batch():
 
 @pytest.mark.parametrize(("rows", "size"), [(16, 10), (12, 56)])
 def test_a_batch_that_the_devices_do_not_divide_is_reported(rows, size):
-    """The other batch is sharded, so no device is idle. But each one computes all rows of this batch."""
+    """The devices divide the rows of one batch, and each of them computes all rows of the other."""
     step, (params, _, labels, _), _ = PROGRAMS["half_labelled"]
     args = params, rows_of(rows), labels[:rows], rows_of(size)
     whole = min(rows, size, key=lambda n: (n % 8 == 0, n))

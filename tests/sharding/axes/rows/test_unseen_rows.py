@@ -101,6 +101,21 @@ def test_features_before_rows_are_not_the_batch(deep):
     assert found.roles.batch is not None and found.axes.sizes[found.roles.batch] == ROWS
 
 
+def test_features_that_all_weights_have_are_not_the_batch():
+    """Each feature has its own scale and shift. A penalty couples the features."""
+
+    def step(weights, x, y):
+        def loss(weights):
+            shifted = x * weights["scale"][:, :1] + weights["shift"][:, :1]
+            return jnp.mean((shifted - y) ** 2) + jnp.sum((weights["scale"].T @ weights["shift"]) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    weights = {"scale": floats(WIDTH, 2), "shift": floats(WIDTH, 2)}
+    found = analyse(trace(step, (weights, floats(WIDTH, ROWS), floats(WIDTH, ROWS)), {}))
+    assert found.roles.batch is not None and found.axes.sizes[found.roles.batch] == ROWS
+
+
 def pairs(state, chosen, rejected):
     """Chosen and rejected rows pass the model together, as in most implementations of preference losses."""
 

@@ -31,5 +31,22 @@ def test_work_that_is_divided_or_takes_little_time_is_not_noted(words, rows):
     assert notes(words, rows) == []
 
 
+def test_weights_that_are_only_stored_in_shards_divide_no_work():
+    """`tp` shards only the classes. Its devices store shards of the weights before the head, but repeat their work."""
+
+    @descent
+    def step(weights, x):
+        hidden = x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+        return -jnp.mean(jax.nn.log_softmax(hidden @ weights["head"])[:, 0])
+
+    shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH), "head": (WIDTH, 2 * WIDTH)}
+    weights = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((1 << 17, WIDTH), "float32")
+    made = plan(step, weights, x, target="v5e:2x4", plan="dp:2 tp:4 tp-ffn state")
+    assert "tp" in made.in_specs[0]["up"][1]
+    (note,) = [note for note in made.notes if note.startswith("devices repeat work")]
+    assert "test_repeated_work.py" in note
+
+
 def test_one_device_repeats_nothing():
     assert notes("dp:1", 64, target="v5e:1x1") == []

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from autoshard import _compat
 from autoshard.sharding.axes.constants import BATCH_BYTES_SHARE
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
+from autoshard.sharding.axes.rows.unseen_rows import unseen_rows
 from autoshard.sharding.program.array_sizes import axis_weight, is_float
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
-from autoshard.spmdrules.ir.program import Program, inlined
+from autoshard.spmdrules.ir.program import Program
 
 
 def batch_axis(
@@ -27,7 +28,7 @@ def batch_axis(
     axis. The batch is contracted by gradients only, which come later, so of several candidates in the same dimension
     the one that is contracted last is taken.
 
-    An axis of the state, or one that no input has, is the batch only if it counts rows, see `_unseen_rows`.
+    An axis of the state, or one that no input has, is the batch only if it counts rows (`unseen_rows`).
 
     Args:
         program: the program.
@@ -72,42 +73,13 @@ def batch_axis(
 
     found = min((c for c in candidates if carried[c] >= BATCH_BYTES_SHARE * most), key=order)
     if state and found not in _trained_rows(program, axes):
-        # Rows may be drawn from the state, and all of them be compared with the data.
+        # The step may draw rows from the state, and compare each of them with the data.
         generated = _generated_batch(program, axes, carried)
         if generated is not None and carried[found] < BATCH_BYTES_SHARE * carried[generated]:
             return generated
-    rows = _unseen_rows(program, axes, state, found) if position[found][0] else []
-    large = [c for c in rows if carried[c] >= BATCH_BYTES_SHARE * carried[found]]
+    unseen = unseen_rows(program, axes, state, found) if position[found][0] else set[int]()
+    large = [c for c in unseen if carried[c] >= BATCH_BYTES_SHARE * carried[found]]
     return max(large, key=lambda c: (carried[c], -c), default=found)
-
-
-def _unseen_rows(program: Program, axes: LogicalAxes, state: frozenset[int], found: int) -> list[int]:
-    """The axes of rows that are no candidates: the state carries such rows too, or the step concatenates or draws them.
-
-    A memory is carried from batch to batch, and rows of two inputs may be concatenated. Such an axis is the first
-    dimension of data in which `found` is a later one, so `found` counts positions within the rows. Some matrices of the
-    state, the weights, lack it. And no product sums over it and keeps `found`: a product with a weight does so, if the
-    axis counts features.
-    """
-    given = [axes.of_value[v] for v in _data(program, state)]
-    first = {dims[0][0] for dims in given if dims and dims[0] and any(found in dim for dim in dims[1:])}
-    matrices = [axes.of_value[v] for v in state if program.avals[v].ndim > 1 and is_float(program.avals[v])]
-    rows = {c for c in first - axes.stacked if any(all(c not in dim for dim in dims) for dims in matrices)}
-    for op, factors in zip(program.ops(), axes.of_op, strict=True):
-        if rows and op.rule is not None and op.name in CONTRACTIONS:
-            if any(found in dim for v in op.results for dim in axes.of_value[v]):
-                rows -= {c for f in op.rule.factors if f.kind == "reduce" for c in factors.get(f.name, ())}
-    return sorted(rows)
-
-
-def _data(program: Program, state: frozenset[int]) -> set[int]:
-    """The inputs that are not state, and what is computed from them alone before any product."""
-    found = {v for v in program.inputs if v not in state}
-    for op in inlined(program.block):
-        if op.rule is not None and op.name not in (*CONTRACTIONS, "transpose"):
-            if any(v in found for v in op.operands) and all(v < 0 or v in found for v in op.operands):
-                found.update(op.results)
-    return found
 
 
 def _square(program: Program, axes: LogicalAxes) -> set[int]:
@@ -119,15 +91,15 @@ def _square(program: Program, axes: LogicalAxes) -> set[int]:
 
 
 def _generated_batch(program: Program, axes: LogicalAxes, carried: Mapping[int, int]) -> int | None:
-    """The batch of a step that generates it: of the rows that no input has, those with the most bytes."""
+    """The batch of a step that generates its rows: the axis of rows with the most bytes that no input has."""
     given = {c for v in program.inputs for dim in axes.of_value[v] for c in dim}
     return max(_trained_rows(program, axes) - given - axes.stacked, key=lambda c: (carried[c], -c), default=None)
 
 
 def _trained_rows(program: Program, axes: LogicalAxes) -> set[int]:
-    """The axes that may count rows that train weights.
+    """The axes that may count the rows on which weights are trained.
 
-    One contraction keeps such an axis (activation with weight), and another sums over it (the gradient of the weight).
+    A product with a weight keeps such an axis. The product that computes the weight's gradient sums over it.
     """
     kept: set[int] = set()
     summed: set[int] = set()
