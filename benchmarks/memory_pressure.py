@@ -34,6 +34,7 @@ from rich.table import Table
 from autoshard import Plan, plan
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.machines.options import SETS, with_set
+from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.plan.program_facts import program_facts
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
@@ -122,10 +123,13 @@ def show(store: Store) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Compile and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="v5e:2x4", help="a machine of 8 chips; default: v5e:2x4")
+    parser.add_argument("--target", default="v5e:2x4", help="8 chips of a TPU; default: v5e:2x4")
     parser.add_argument("--timeout", type=float, default=3000.0, help="seconds after which a compiler is stopped")
     parser.add_argument("--show", action="store_true", help="print the stored rows without compiling")
     given = parser.parse_args(arguments)
+    machine = find_target(given.target)
+    if (machine.platform, machine.devices) != ("tpu", DEVICES):
+        parser.error(f"--target {given.target}: the programs are planned for {DEVICES} chips of a TPU, such as v5e:2x4")
     store = Store.read(STORED) if given.show else Store(STORED.stem, given.target, STORED.parent, given.timeout)
     if not given.show:
         compiled(store)

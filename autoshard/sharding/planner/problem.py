@@ -323,7 +323,7 @@ class PlanningProblem:
         problems = []
         if missing:
             useful = [k for k in plan_request.KINDS if plan_request.classes_for(k, self.roles, request.flags)]
-            lacked = "; ".join(f"{k} shards {plan_request.SHARDS[k]}, but the program has none" for k in missing)
+            lacked = "; ".join(f"{k} shards {plan_request.SHARDS[k]}, but no such axis can be sharded" for k in missing)
             remedy = f"Use one of {', '.join(useful)}" if useful else "It can be sharded with 'state' only"
             names = sorted(set(self.axes.names.values()))
             problems.append(f"{lacked}: its logical axes are {', '.join(names)}. {remedy}")

@@ -165,7 +165,7 @@ BAD = {
     "too few devices": (dict(plan="dp:2 tp:2"), "but cpu:8 has 8; request 'dp:4 tp:2', or plan for a target of 4 dev"),
     "no such axis": (
         dict(plan="ep:8"),
-        "but the program has none: its .*. Use one of dp, zero1, fsdp, tp$",
+        "but no such axis can be sharded: its .*. Use one of dp, zero1, fsdp, tp$",
     ),
     "seq without tp": (
         dict(plan="dp:8 seq"),

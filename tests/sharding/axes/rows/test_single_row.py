@@ -144,7 +144,7 @@ def test_mesh_axes_of_the_batch_take_part_in_attention_over_one_row(words, seque
 
 @pytest.mark.parametrize("step, x", [(step_without_attention, ONE), (attention_step, NONE)])
 def test_independent_positions_and_rows_without_a_dimension_of_rows_are_no_sequence(step, x):
-    with pytest.raises(PlanError, match=r"but the program has none") as error:
+    with pytest.raises(PlanError, match=r"but no such axis can be sharded") as error:
         plan(step, PARAMS, x, target="cpu:8", plan="cp:8")
     assert ("The batch has one row, so its positions count as the batch" in str(error.value)) == (x is ONE)
     assert plan(step, PARAMS, x, target="cpu:8", plan="dp:8").chosen == "dp:8"
