@@ -126,5 +126,5 @@ def test_the_patch_embedding_of_a_small_vision_transformer_is_left_whole():
 
 def test_a_program_without_products_has_no_axis_for_tp():
     step = sgd(lambda params, x: jnp.tanh(x * params["scale"]))
-    with pytest.raises(PlanError, match=r"no such axis can be sharded: .*tp shards weights that are multiplied .*Leave 'tp' out"):
+    with pytest.raises(PlanError, match="no such axis can be sharded: .*tp shards weights that are .*Leave 'tp' out"):
         plan(step, {"scale": jnp.ones(16)}, jnp.ones((32, 16)), target="cpu:8", plan="tp:8")
