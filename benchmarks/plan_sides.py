@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 from estimate import CHIPS as JUDGED
 from plan_rows import Planned, Row, Store
@@ -15,6 +16,7 @@ from recipe_file import Options
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.audit.aot_compile import missing_compiler
 from autoshard.sharding.audit.export import export_plan
+from autoshard.sharding.lower.tpu import host_stacks
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
@@ -94,8 +96,18 @@ def side_of(made: Any, remat: str, microbatches: int) -> Side:
     return Side(made.chosen, remat, microbatches, predicted)
 
 
-def with_compiled(side: Side, made: Any, store: Store, name: str, options: Options | None) -> Side:
-    """Compile a plan under these options, by default its own, and let the referee judge it."""
+@contextlib.contextmanager
+def moved_by_compiler() -> Iterator[None]:
+    """Let the compiler choose when loops move their slices of stacks in host memory, as other libraries do."""
+    with patch.object(host_stacks, "host_stacks", lambda op, avals: host_stacks.HostStacks()):
+        yield
+
+
+def with_compiled(side: Side, made: Any, store: Store, name: str, options: Options | None, own: bool = True) -> Side:
+    """Compile a plan under these options, by default its own, and let the referee judge it.
+
+    With `own`, the program says when loops move slices of stacks in host memory, else the compiler does.
+    """
     if made is None:
         return side
     if problem := _not_judged(store.target):
@@ -105,7 +117,9 @@ def with_compiled(side: Side, made: Any, store: Store, name: str, options: Optio
     predicted = {"step": side.predicted["seconds"], "memory_bytes": side.predicted["memory_bytes"]}
     planned = Planned(name, side.words, side.words, side.remat, side.microbatches, None, predicted)
     try:
-        row = store.finish(planned, used, export_plan(bound_or_error(made.bound).executable, used))
+        with contextlib.nullcontext() if own else moved_by_compiler():
+            exported = export_plan(bound_or_error(made.bound).executable, used)
+        row = store.finish(planned, used, exported)
     except Exception as error:  # a fault of the export or of the referee in one row must not cost the others
         return replace(side, problem=f"not judged: {type(error).__name__}: {error}")
     return replace(side, compiled=_compiled(row), problem=row.message)

@@ -66,6 +66,7 @@ from autoshard._compat.jit_settings import call_when_lowered, jit_settings
 from autoshard._compat.memory_spaces import (
     HOST_KIND,
     abstract_array,
+    empty_on_host,
     is_on_host,
     memory_kind,
     planned_shape,
@@ -119,6 +120,7 @@ __all__ = [
     "with_derivative_of",
     "with_equations",
     "element_shape",
+    "empty_on_host",
     "equinox_module",
     "expand_by_implementation",
     "expand_hijax",

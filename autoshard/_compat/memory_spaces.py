@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax import lax
 from jax._src import core
+from jax._src.lax import lax as lax_internal
 
 HOST_KIND = "pinned_host"  # the memory kind of `jax.memory.Space.Host`
 
@@ -30,6 +32,11 @@ def abstract_array(shape: Any, dtype: Any, weak_type: bool = False, on_host: boo
     if not on_host:
         return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
     return core.ShapedArray(shape, dtype, weak_type=weak_type, memory_space=jax.memory.Space.Host)
+
+
+def empty_on_host(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns an array in host memory whose elements are not set, as `lax.scan` makes for its stacked results."""
+    return lax.broadcast(lax_internal.empty2(dtype, memory_space=jax.memory.Space.Host), shape)
 
 
 def planned_shape(aval: Any, sharding: Any, on_mesh: bool = False) -> jax.ShapeDtypeStruct:

@@ -11,3 +11,8 @@ LEAST_REMARK_BYTES = 64 * 1024
 # The numbers of our scheduling groups are above this one (`module_collectives`). Source: chosen, above the numbers that
 # a user's program is likely to have.
 FIRST_SCHEDULING_GROUP = 1_000_000
+
+# Chosen, as shares of the FLOPs of one iteration of a loop. The second of two equal layers in an iteration starts at a
+# half. A slice of a stack in host memory is fetched in the iteration that takes it, if it is first used later than the
+# first share; a result is sent to the host in the iteration that makes it, if it is made earlier than the second.
+FETCHED_NOW_FROM, SENT_NOW_UNTIL = 0.45, 0.55

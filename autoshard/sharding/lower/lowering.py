@@ -43,6 +43,7 @@ from autoshard.sharding.lower.merged_rows import reshaped_rows
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, on_shards, scope
 from autoshard.sharding.lower.products.scattered_products import scattered_product
 from autoshard.sharding.lower.products.sums_on_shards import sums_on_shards
+from autoshard.sharding.lower.tpu.host_stacks import scan_with_host_stacks
 from autoshard.sharding.lower.tpu.kept_stacks import pinned_slices
 from autoshard.sharding.lower.tpu.update_barriers import UpdateBarriers
 from autoshard.sharding.machines.link_prices import LinkPrices
@@ -363,8 +364,7 @@ class Lowering:
 
     def scan(self, op: Op, args: list[Any]) -> list[Any]:
         """Return the results of a scan with a rewritten body."""
-        params = op.eqn.params
-        n_consts, n_carry = _compat.scan_arity(params)
+        n_consts, n_carry = _compat.scan_arity(op.eqn.params)
         consts, init = args[:n_consts], args[n_consts : n_consts + n_carry]
         xs = [
             before_loop(self, x, v) if self.layout.is_gathered_before_loop(v) else x
@@ -379,7 +379,7 @@ class Lowering:
             out = self.function(op.blocks[0])(*consts, *carry, *x)
             return out[:n_carry], out[n_carry:]
 
-        carry, ys = lax.scan(body, init, xs, **{k: params[k] for k in ("length", "reverse", "unroll")})
+        carry, ys = scan_with_host_stacks(op, self.layout.axes.program.avals, body, init, xs, on_tpu=self.on_tpu)
         return [*carry, *ys]
 
     def loop(self, op: Op, args: list[Any]) -> list[Any]:

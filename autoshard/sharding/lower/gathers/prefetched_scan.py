@@ -25,6 +25,7 @@ from autoshard.sharding.layout.loop_gathers import Gather, loop_gathers, loop_op
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.lower.activation_spread import with_planned_rows
 from autoshard.sharding.lower.body_lowering import BodyLowering
+from autoshard.sharding.lower.tpu.host_stacks import scan_with_host_stacks
 from autoshard.sharding.lower.tpu.kept_stacks import pinned_slices
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.ir.program import Op
@@ -106,6 +107,6 @@ def prefetched_scan(
         return (following, out[: len(init)], after), out[len(init) :]
 
     first = jnp.asarray(length - 1 if is_reversed else 0, jnp.int32)
-    rest = {k: params[k] for k in ("length", "reverse", "unroll")}
-    (_, carry, _), ys = lax.scan(body, (first, list(init), gathered(first)), list(xs), **rest)
+    state, avals = (first, list(init), gathered(first)), lowering.layout.axes.program.avals
+    (_, carry, _), ys = scan_with_host_stacks(op, avals, body, state, list(xs), on_tpu=lowering.on_tpu)
     return [*carry, *ys]

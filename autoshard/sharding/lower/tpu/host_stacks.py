@@ -1,0 +1,186 @@
+"""When a scan over layers moves the slices of its stacks in host memory.
+
+XLA:TPU schedules such transfers late. It moves a fetch to the end of the iteration before, where all fetches share the
+last milliseconds, and a fetch waits for the last use of the value that it replaces. It moves a send to the beginning of
+the next iteration, and the send has to end before that iteration makes the same value again. So the program itself says
+when each slice moves:
+
+    fetched now     the slice comes in the iteration that takes it, from the beginning of the iteration on
+    fetched ahead   the slice comes one iteration before; the carry of the scan holds it
+    sent now        the slice goes in the iteration that makes it, until the end of the iteration
+
+A slice is fetched now if it is first used in about the second half of the iteration's FLOPs, else ahead. A result that
+is made in about the first half is sent now; XLA sends the others. Barriers keep XLA from moving the transfers: the index of a
+slice waits for the carry, each fetch for the fetch before, and the carry for the stacks that were sent. A value that is
+fetched ahead passes through a `select`, which copies it into the buffer of the carry. Without it, XLA would fetch into
+that buffer, after the last use of the slice before. The last iteration fetches its own slices again, without a use.
+
+Compiled for v5e:2x4, 8 layers of 6 matrices of 2048 x 7168 under `fsdp:8` with two values of 64 MiB per layer in host
+memory (`benchmarks/host_stacks.py`): @@
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autoshard import _compat
+from autoshard._shown import shown
+from autoshard.sharding.lower.constants import FETCHED_NOW_FROM, SENT_NOW_UNTIL
+from autoshard.sharding.program.flops import flops_of
+from autoshard.sharding.program.host_memory import is_host_transfer
+from autoshard.spmdrules.ir.program import Block, Op, inlined, users_of, walk
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+@shown
+@dataclass(frozen=True)
+class HostStacks:
+    """What a scan moves between the memories, and when.
+
+    Attributes:
+        now: the numbers of the stacks, among those that it slices, whose slices are fetched now, in the order of use.
+        ahead: the numbers of those whose slices are fetched ahead, in the order of use.
+        sent: the numbers of its stacked results that are sent now.
+    """
+
+    now: tuple[int, ...] = ()
+    ahead: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
+
+
+def host_stacks(op: Op, avals: Sequence[Any]) -> HostStacks:
+    """Return what a scan moves, and when. Slices that are used in host memory itself stay as they are.
+
+    Args:
+        op: the scan.
+        avals: the aval of each value of the program.
+    """
+    n_consts, n_carry = _compat.scan_arity(op.eqn.params)
+    block, count = op.blocks[0], n_consts + n_carry
+    slices = [k for k, v in enumerate(block.inputs[count:]) if _compat.is_on_host(avals[v])]
+    results = [k for k, v in enumerate(block.outputs[n_carry:]) if v >= 0 and _compat.is_on_host(avals[v])]
+    if op.eqn.params["length"] < 2 or not (slices or results):
+        return HostStacks()
+    times = _Times(block)
+    uses = {k: use for k in slices if (use := times.first_use(block.inputs[count + k])) is not None}
+    makes = {k: made for k in results if (made := times.made(block.outputs[n_carry + k])) is not None}
+    in_order, late = sorted(uses, key=uses.__getitem__), times.total * FETCHED_NOW_FROM
+    return HostStacks(
+        tuple(k for k in in_order if uses[k] >= late),
+        tuple(k for k in in_order if uses[k] < late),
+        tuple(k for k in makes if makes[k] <= times.total * SENT_NOW_UNTIL),
+    )
+
+
+class _Times:
+    """When a block uses and makes values, in FLOPs since its beginning."""
+
+    def __init__(self, block: Block):
+        self.ops, self.total = list(inlined(block)), 0.0
+        self.begin: dict[int, float] = {}  # id of an operator -> the FLOPs before it
+        for op in self.ops:
+            self.begin[id(op)] = self.total
+            self.total += sum(flops_of(each) * each.trips for each in _with_nested(op))
+        self.users = users_of(self.ops)
+        self.makers = {v: op for op in self.ops for v in op.results}
+
+    def first_use(self, value: int) -> float | None:
+        """When a value is first used after its transfer to the device; None if it is used elsewhere or never."""
+        users, found = self.users.get(value, []), []
+        for user in users:
+            if not is_host_transfer(user):
+                return None
+            moved = (new for old, new in zip(user.operands, user.results, strict=True) if old == value)
+            found += [self.begin[id(op)] for new in moved for op in self.users.get(new, [])]
+        return min(found, default=None)
+
+    def made(self, value: int) -> float | None:
+        """When a value in host memory was made on the device; None if it was not."""
+        maker = self.makers.get(value)
+        if maker is None or not is_host_transfer(maker):
+            return None
+        before = maker.operands[maker.results.index(value)]
+        source = self.makers.get(before)
+        return 0.0 if source is None else self.begin[id(source)]
+
+
+def _with_nested(op: Op) -> Iterable[Op]:
+    yield op
+    for block in op.blocks:
+        yield from walk(block)
+
+
+def scan_with_host_stacks(
+    op: Op,
+    avals: Sequence[Any],
+    body: Callable[[Any, list[Any]], tuple[Any, list[Any]]],
+    init: Any,
+    xs: list[Any],
+    *,
+    on_tpu: bool,
+) -> tuple[Any, list[Any]]:
+    """Return what `lax.scan` returns. On a TPU, slices of stacks in host memory move when `host_stacks` says.
+
+    A scan whose carry has no array does not change, because its barriers would have nothing to wait for.
+
+    Args:
+        op: the scan as it is in the program.
+        avals: the aval of each value of the program.
+        body: its lowered body. It gets the slices that are fetched here in device memory.
+        init: the initial carry.
+        xs: the stacks to slice.
+        on_tpu: whether the program is compiled for TPUs.
+    """
+    how = {name: op.eqn.params[name] for name in ("length", "reverse", "unroll")}
+    start, tree = jax.tree.flatten(init)
+    arrays = [k for k, x in enumerate(start) if getattr(x, "ndim", 0) and not _compat.is_extended(x.dtype)]
+    stacks = host_stacks(op, avals) if on_tpu and arrays else HostStacks()
+    if stacks == HostStacks():
+        return lax.scan(body, init, xs, **how)
+    length, reverse, n_carry = how["length"], how["reverse"], _compat.scan_arity(op.eqn.params)[1]
+    results = [avals[v] for v in op.blocks[0].outputs[n_carry:]]
+    waits = max(arrays, key=lambda k: start[k].size)
+    fetched = {*stacks.now, *stacks.ahead}
+    rest = [x for k, x in enumerate(xs) if k not in fetched]
+
+    def fetch(k: int, index: Any) -> Any:
+        one = lax.dynamic_index_in_dim(xs[k], index, keepdims=False, allow_negative_indices=False)
+        return jax.device_put(one, _DEVICE)
+
+    def with_slices(found: dict[int, Any], others: Sequence[Any]) -> list[Any]:
+        remaining = iter(others)
+        return [found[k] if k in fetched else next(remaining) for k in range(len(xs))]
+
+    def step(state: tuple[Any, ...], x: list[Any]) -> tuple[tuple[Any, ...], list[Any]]:
+        index, carry, made, held = state
+        found, here, carry = dict(zip(stacks.ahead, held, strict=True)), index, list(carry)
+        if fetched:
+            here, carry[waits] = lax.optimization_barrier((index, carry[waits]))
+        for k in stacks.now:
+            here, found[k] = lax.optimization_barrier((here, fetch(k, here)))
+        out, ys = body(tree.unflatten(carry), with_slices(found, x))
+        carry = jax.tree.leaves(out)
+        following = jnp.maximum(here - 1, 0) if reverse else jnp.minimum(here + 1, length - 1)
+        ahead = []
+        for k in stacks.ahead:
+            following, one = lax.optimization_barrier((following, fetch(k, following)))
+            ahead.append(jnp.where(following >= 0, one, jnp.zeros_like(one)))
+        made = [lax.dynamic_update_index_in_dim(s, ys[k], index, 0) for s, k in zip(made, stacks.sent, strict=True)]
+        if made:
+            made, carry[waits] = lax.optimization_barrier((made, carry[waits]))
+        after = jnp.maximum(index - 1, 0) if reverse else index + 1
+        return (after, carry, made, ahead), [y for k, y in enumerate(ys) if k not in stacks.sent]
+
+    first = jnp.asarray(length - 1 if reverse else 0, jnp.int32)
+    held = [fetch(k, first) for k in stacks.ahead]
+    made = [_compat.empty_on_host((length, *results[k].shape), results[k].dtype) for k in stacks.sent]
+    (_, carry, made, _), ys = lax.scan(step, (first, start, made, held), rest, **how)
+    own, others = dict(zip(stacks.sent, made, strict=True)), iter(ys)
+    return tree.unflatten(carry), [own[k] if k in own else next(others) for k in range(len(ys) + len(own))]
