@@ -376,10 +376,11 @@ def test_options_with_reports_of_wrong_numbers_are_compiled_with_and_without(tmp
     sets = f"[options.sparse]\n{SPARSE} = true\nxla_enable_async_all_gather = true\n"
     text = sets + TINY.replace("v5e:2x4", "v6e:2x4") + 'options = ["sparse"]\n'
     (one,) = read_recipes(written(tmp_path, text))
-    used = {}
+    used, by_compiler = {}, set()
 
-    def compile_under(side, made, store, name, options):
+    def compile_under(side, made, store, name, options, own=True):
         used[name] = options
+        by_compiler.update(() if own else (name,))
         return side
 
     monkeypatch.setattr(recipe_rows, "with_compiled", compile_under)
@@ -389,6 +390,7 @@ def test_options_with_reports_of_wrong_numbers_are_compiled_with_and_without(tmp
     assert used["recipe"][SPARSE] is True and used["recipe without"][SPARSE] is False
     assert used["recipe without"]["xla_enable_async_all_gather"] is True and used["plan"] is None
     assert found.recipe_without == found.recipe
+    assert by_compiler == {"recipe", "recipe without"}  # our own plans say when slices move
     assert used["plan with"] is None and found.best_with == Side(remat="sparse-core-reductions")
     (other,) = read_recipes(written(tmp_path, sets + TINY + 'options = ["sparse"]\n'))
     found = result_of(other, compile_plans=True, timeout_s=1.0, folder=tmp_path)

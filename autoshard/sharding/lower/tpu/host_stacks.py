@@ -10,10 +10,11 @@ when each slice moves:
     sent now        the slice goes in the iteration that makes it, until the end of the iteration
 
 A slice is fetched now if it is first used in about the second half of the iteration's FLOPs, else ahead. A result that
-is made in about the first half is sent now; XLA sends the others. Barriers keep XLA from moving the transfers: the index of a
-slice waits for the carry, each fetch for the fetch before, and the carry for the stacks that were sent. A value that is
-fetched ahead passes through a `select`, which copies it into the buffer of the carry. Without it, XLA would fetch into
-that buffer, after the last use of the slice before. The last iteration fetches its own slices again, without a use.
+is made in about the first half is sent now; XLA sends the others. Barriers keep XLA from moving the transfers: the
+index of a slice waits for the carry, each fetch for the fetch before, and the carry for the stacks that were sent. A
+value that is fetched ahead passes through a `select`, which copies it into the buffer of the carry. Without it, XLA
+would fetch into that buffer, after the last use of the slice before. The last iteration fetches its own slices again,
+without a use.
 
 Compiled for v5e:2x4, eight layers of six matrices under `fsdp:8`, with two values of 64 MiB per layer in host memory,
 take 341 ms instead of 394 (`benchmarks/host_stacks.py`).
