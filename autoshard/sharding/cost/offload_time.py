@@ -111,7 +111,7 @@ class HostTraffic:
         per_byte = 1e6 / (chip.host_bandwidth * HOST_BANDWIDTH_REACHED)
         if chip.platform in EXPOSED_TRANSFERS:
             return HostTime(total, total * per_byte, total * per_byte)
-        busy = {stretch: max(both) * per_byte for stretch, both in sent.items()}
+        busy = {stretch: max(both) * per_byte for stretch, both in sent.items() if any(both)}
         compute = {stretch: times.total_us(stretch) * self.trips[stretch] for stretch in busy}
         first = {s: sent[s][False] * per_byte * self.starts[s] / self.trips[s] for s in busy}
         exposed = sum(first[s] + max(busy[s] - first[s] - compute[s], 0.0) for s in busy)

@@ -360,3 +360,11 @@ def test_a_sum_that_is_used_in_both_types_is_written_in_the_wider_one():
     program = build(jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((B, 2, D), "bfloat16")))
     (op,) = [op for op in program.ops() if op.name == "reduce_sum"]
     assert op.results[0] in fuse(program, fuses_operands=True).written
+
+
+def test_a_sum_that_only_a_callback_takes_has_a_kernel():
+    def fn(x):
+        jax.debug.print("{}", x.sum())
+        return x
+
+    assert kernel_traffic(fn, jnp.zeros((8, 128)))

@@ -129,3 +129,9 @@ def test_state_that_waits_on_the_host_is_priced_in_straight_code():
     assert found.host_traffic_bytes == pytest.approx(2 * size)
     assert found.host_us == pytest.approx(size * PER_BYTE)
     assert found.host_exposed_us == pytest.approx(found.host_us - found.compute_us)
+
+
+def test_a_loop_without_iterations_moves_nothing():
+    fn, weights, x = step(1024)
+    none = {name: jax.ShapeDtypeStruct((0, *w.shape[1:]), w.dtype) for name, w in weights.items()}
+    assert plan(fn, none, x, target=TARGET, plan="dp:8").estimate.host_us == 0

@@ -45,8 +45,9 @@ def narrowing_cast(op: Op, users: Mapping[int, Sequence[Op]]) -> Op | None:
     if op.name not in REDUCTIONS or len(op.results) != 1 or len(taken := users.get(op.results[0], ())) != 1:
         return None
     (cast,) = taken
-    is_narrower = itemsize(cast.eqn.outvars[0].aval) < itemsize(op.eqn.outvars[0].aval)
-    return cast if cast.name == "convert_element_type" and is_narrower else None
+    if cast.name != "convert_element_type":  # another operator, such as a callback, may have no result
+        return None
+    return cast if itemsize(cast.eqn.outvars[0].aval) < itemsize(op.eqn.outvars[0].aval) else None
 
 
 def is_backward(op: Op) -> bool:

@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from autoshard import _compat
 from autoshard._shown import shown
@@ -37,7 +38,8 @@ from autoshard.sharding.program.flops import flops_of
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.ir.program import Block, Op, inlined, users_of, walk
 
-_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+_DEVICE = jax.memory.Space.Device
+_Body = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]  # (carry, slices) -> (carry, results)
 
 
 @shown
@@ -84,7 +86,7 @@ class _Times:
     """When a block uses and makes values, in FLOPs since its beginning."""
 
     def __init__(self, block: Block):
-        self.ops, self.total = list(inlined(block)), 0.0
+        self.ops, self.total, self.results = list(inlined(block)), 0.0, {*block.outputs}
         self.begin: dict[int, float] = {}  # id of an operator -> the FLOPs before it
         for op in self.ops:
             self.begin[id(op)] = self.total
@@ -95,9 +97,9 @@ class _Times:
     def first_use(self, value: int) -> float | None:
         """When a value is first used after its transfer to the device; None if it is used elsewhere or never."""
         users, found = self.users.get(value, []), []
+        if value in self.results or not all(map(is_host_transfer, users)):
+            return None
         for user in users:
-            if not is_host_transfer(user):
-                return None
             moved = (new for old, new in zip(user.operands, user.results, strict=True) if old == value)
             found += [self.begin[id(op)] for new in moved for op in self.users.get(new, [])]
         return min(found, default=None)
@@ -129,7 +131,9 @@ def scan_with_host_stacks(
 ) -> tuple[Any, list[Any]]:
     """Return what `lax.scan` returns. On a TPU, slices of stacks in host memory move when `host_stacks` says.
 
-    A scan whose carry has no array does not change, because its barriers would have nothing to wait for.
+    A scan whose carry has no array does not change, because its barriers would have nothing to wait for. The derivative
+    and `jax.vmap` of the new scan are those of the plain one: JAX cannot transpose or map `lax.dynamic_slice` of an
+    array in host memory.
 
     Args:
         op: the scan as it is in the program.
@@ -141,15 +145,65 @@ def scan_with_host_stacks(
     """
     how = {name: op.eqn.params[name] for name in ("length", "reverse", "unroll")}
     start, tree = jax.tree.flatten(init)
-    arrays = [k for k, x in enumerate(start) if getattr(x, "ndim", 0) and not _compat.is_extended(x.dtype)]
-    stacks = host_stacks(op, avals) if on_tpu and arrays else HostStacks()
+    stacks = host_stacks(op, avals) if on_tpu and any(map(_is_array, start)) else HostStacks()
     if stacks == HostStacks():
         return lax.scan(body, init, xs, **how)
-    length, reverse, n_carry = how["length"], how["reverse"], _compat.scan_arity(op.eqn.params)[1]
+    n_consts, n_carry = _compat.scan_arity(op.eqn.params)
+    slices = [avals[v] for v in op.blocks[0].inputs[n_consts + n_carry :]]
     results = [avals[v] for v in op.blocks[0].outputs[n_carry:]]
-    waits = max(arrays, key=lambda k: start[k].size)
     fetched = {*stacks.now, *stacks.ahead}
-    rest = [x for k, x in enumerate(xs) if k not in fetched]
+    on_host = [_compat.is_on_host(a) and k not in fetched for k, a in enumerate(slices)]
+    shapes = [
+        _compat.abstract_array(a.shape, a.dtype, a.weak_type, on_host=h) for a, h in zip(slices, on_host, strict=True)
+    ]
+    traced = jax.make_jaxpr(body)(init, shapes)
+    bare, constants = _compat.split_constants(traced)
+    iteration = _compat.jaxpr_as_function(_compat.close(bare, []))
+
+    def body_with(consts: list[Any]) -> _Body:
+        def run(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = iteration(*consts, *carry, *x)
+            return out[: len(start)], out[len(start) :]
+
+        return run
+
+    def plain(consts: list[Any], carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            x = [jax.device_put(one, _DEVICE) if k in fetched else one for k, one in enumerate(x)]
+            return body_with(consts)(carry, x)
+
+        return lax.scan(step, carry, xs, **how)
+
+    def moved(consts: list[Any], carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        return _moved_scan(stacks, results, body_with(consts), carry, xs, how)
+
+    # JAX takes no body with effects, such as an ordered callback, in a function with its own derivative.
+    run = moved if traced.effects else _with_rules_of(plain, moved)
+    carry, ys = run(list(constants), start, xs)
+    return tree.unflatten(carry), ys
+
+
+def _is_array(x: Any) -> bool:
+    """Whether a barrier can wait for a value."""
+    return bool(getattr(x, "ndim", 0)) and not _compat.is_extended(x.dtype)
+
+
+def _moved_scan(
+    stacks: HostStacks, results: Sequence[Any], body: _Body, init: list[Any], xs: list[Any], how: dict[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """Return the results of a scan that moves slices when `stacks` says.
+
+    Args:
+        stacks: what it moves, and when.
+        results: the aval of each stacked result of one iteration.
+        body: its body.
+        init: the initial carry.
+        xs: the stacks to slice.
+        how: the length, the direction and the unrolling of the scan, as `lax.scan` takes them.
+    """
+    length, reverse = how["length"], how["reverse"]
+    waits = max((k for k, x in enumerate(init) if _is_array(x)), key=lambda k: init[k].size)
+    fetched = {*stacks.now, *stacks.ahead}
 
     def fetch(k: int, index: Any) -> Any:
         one = lax.dynamic_index_in_dim(xs[k], index, keepdims=False, allow_negative_indices=False)
@@ -166,8 +220,7 @@ def scan_with_host_stacks(
             here, carry[waits] = lax.optimization_barrier((index, carry[waits]))
         for k in stacks.now:
             here, found[k] = lax.optimization_barrier((here, fetch(k, here)))
-        out, ys = body(tree.unflatten(carry), with_slices(found, x))
-        carry = jax.tree.leaves(out)
+        carry, ys = body(carry, with_slices(found, x))
         following = jnp.maximum(here - 1, 0) if reverse else jnp.minimum(here + 1, length - 1)
         ahead = []
         for k in stacks.ahead:
@@ -182,6 +235,22 @@ def scan_with_host_stacks(
     first = jnp.asarray(length - 1 if reverse else 0, jnp.int32)
     held = [fetch(k, first) for k in stacks.ahead]
     made = [_compat.empty_on_host((length, *results[k].shape), results[k].dtype) for k in stacks.sent]
-    (_, carry, made, _), ys = lax.scan(step, (first, start, made, held), rest, **how)
+    rest = [x for k, x in enumerate(xs) if k not in fetched]
+    (_, carry, made, _), ys = lax.scan(step, (first, init, made, held), rest, **how)
     own, others = dict(zip(stacks.sent, made, strict=True)), iter(ys)
-    return tree.unflatten(carry), [own[k] if k in own else next(others) for k in range(len(ys) + len(own))]
+    return carry, [own[k] if k in own else next(others) for k in range(len(ys) + len(own))]
+
+
+def _with_rules_of(plain: Callable[..., Any], moved: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `moved` with the derivative and the batching rule of `plain`, which computes the same."""
+    mapped = custom_vmap(moved)
+
+    @mapped.def_vmap
+    def batched(size: int, is_batched: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda each: 0 if each else None, tuple(is_batched))
+        out = jax.vmap(plain, axes, axis_size=size)(*args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    run = jax.custom_jvp(mapped)
+    run.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return run

@@ -11,9 +11,11 @@ from autoshard import _compat
 from autoshard.sharding.lower.tpu.host_stacks import host_stacks
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.spmdrules.ir.program import inlined
+from tests.sharding.lower.tpu.loops import loops
 
 LENGTH, ROWS, WIDTH = 3, 16, 32
 X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 BOTH, EARLY, LATE, INPUT = ("input", "early", "late"), ("early",), ("late",), ("input",)
 
 
@@ -60,6 +62,10 @@ def weights_of(kinds, length=LENGTH):
 
 def made(fn, kinds, words="fsdp:8", target="v5e:2x4", length=LENGTH, **how):
     return autoshard.plan(fn, weights_of(kinds, length), X, plan=words, target=target, **how)
+
+
+def mesh_of(plan):
+    return jax.make_mesh(plan.mesh.axis_sizes, plan.mesh.axis_names, axis_types=plan.mesh.axis_types)
 
 
 def scans(plan):
@@ -125,14 +131,14 @@ def test_other_loops_stay_as_they_are(kinds, target, length):
     """Without a stack in host memory, on GPUs, and with one iteration, which is not compiled as a loop."""
     plan = made(step(*kinds), kinds, target=target, length=length)
     jaxpr = lowered(plan, length, kinds)
-    loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
-    assert loops and not any(count(eqn.params["jaxpr"].jaxpr, "dynamic_update_slice") for eqn in loops)
-    assert not any(count(eqn.params["jaxpr"].jaxpr, "dynamic_slice") for eqn in loops)
+    found = [*loops(jaxpr)]
+    assert found and not any(count(eqn.params["jaxpr"].jaxpr, "dynamic_update_slice") for eqn in found)
+    assert not any(count(eqn.params["jaxpr"].jaxpr, "dynamic_slice") for eqn in found)
 
 
 def test_the_program_says_when_slices_move():
     jaxpr = lowered(made(step(BOTH), [BOTH]))
-    forward, backward = (eqn.params["jaxpr"].jaxpr for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    forward, backward = (eqn.params["jaxpr"].jaxpr for eqn in loops(jaxpr))
     assert count(forward, "dynamic_update_slice") == 2 and count(forward, "dynamic_slice") == 0
     assert count(backward, "dynamic_slice") == 3 and count(backward, "dynamic_update_slice") == 0
     assert count(backward, "optimization_barrier") == 4  # one for the carry, and one for each fetch
@@ -148,9 +154,8 @@ def test_values_stay_the_same(kinds, words, reverse):
     keys = jax.random.split(jax.random.key(0))
     shapes = (weights_of(kinds), X)
     args = [jax.random.normal(key, each.shape) / 8 for key, each in zip(keys, shapes, strict=True)]
-    mesh = jax.make_mesh(plan.mesh.axis_sizes, plan.mesh.axis_names, axis_types=plan.mesh.axis_types)
     assert count(jax.make_jaxpr(program)(*args).jaxpr, "optimization_barrier") > 2
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of(plan)):
         results = jax.jit(program)(*args)
     for result, expected in zip(results, jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
@@ -175,7 +180,7 @@ def test_loops_that_gather_early_move_their_slices_too():
     plan = autoshard.plan(fn, weights, x, plan="fsdp:8", target="v5e:2x4", gather="prefetch")
     program = bound_or_error(plan.bound).executable.constrained_program(plan.mesh)
     jaxpr = jax.make_jaxpr(program)(*jax.tree.leaves((weights, x))).jaxpr
-    forward, backward = (eqn.params["jaxpr"].jaxpr for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    forward, backward = (eqn.params["jaxpr"].jaxpr for eqn in loops(jaxpr))
     assert count(forward, "dynamic_update_slice") == 1 and count(forward, "optimization_barrier")
     assert count(backward, "optimization_barrier")
 
@@ -184,14 +189,90 @@ def test_a_loop_without_a_carried_array_stays_as_it_is():
     """The moments of stacked parameters move in a loop over layers without a carry."""
 
     def fn(moments, x):
-        host = jax.device_put(moments, jax.memory.Space.Host)
+        host = jax.device_put(moments, HOST)
 
         def body(carry, m):
-            return carry, jax.device_put(jax.device_put(m, jax.memory.Space.Device) * 2, jax.memory.Space.Host)
+            return carry, jax.device_put(jax.device_put(m, DEVICE) * 2, HOST)
 
-        return jax.device_put(jax.lax.scan(body, None, host)[1], jax.memory.Space.Device) + x
+        return jax.device_put(jax.lax.scan(body, None, host)[1], DEVICE) + x
 
     shape = jax.ShapeDtypeStruct((LENGTH, ROWS, WIDTH), jnp.float32)
     plan = autoshard.plan(fn, shape, shape, plan="dp:8", target="v5e:2x4")
     program = bound_or_error(plan.bound).executable.constrained_program(plan.mesh)
     assert not count(jax.make_jaxpr(program)(shape, shape).jaxpr, "optimization_barrier")
+
+
+def loss_from_host(weights, x):
+    """A loss of three layers with weights in host memory. It also reads the outputs of all layers from there."""
+
+    def layer(h, w):
+        h = jnp.tanh(h @ jax.device_put(w, DEVICE))
+        return h, jax.device_put(h, HOST)
+
+    h, stack = jax.lax.scan(layer, x, weights)
+    return (h**2).mean() + jax.lax.scan(lambda total, h: (total + jax.device_put(h, DEVICE), None), h, stack)[0].sum()
+
+
+def on_host(mesh):
+    return jax.NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
+
+
+STACK = (LENGTH, WIDTH, WIDTH)
+
+
+def run(fn, weights, x, transformed=lambda program: program):
+    """The results of a function planned for TPUs, and those of the function itself, both after a transformation."""
+    shape = jax.ShapeDtypeStruct(STACK, jnp.float32, sharding=on_host(jax.make_mesh((8,), ("fsdp",))))
+    plan = autoshard.plan(fn, shape, X, plan="fsdp:8", target="v5e:2x4")
+    program = bound_or_error(plan.bound).executable.constrained_program(plan.mesh)
+    mesh = mesh_of(plan)
+    with jax.set_mesh(mesh):
+        found = jax.jit(transformed(program))(jax.device_put(weights, on_host(mesh)), x)
+    return plan, jax.tree.leaves(found), jax.tree.leaves(jax.jit(transformed(fn))(jax.device_put(weights, HOST), x))
+
+
+def random(*shape):
+    return jax.random.normal(jax.random.key(len(shape)), shape) / 8
+
+
+def first(program):
+    """The first result of a function that returns one array, or a list of arrays."""
+    return lambda *args: jax.tree.leaves(program(*args))[0]
+
+
+def test_a_slice_that_the_next_iteration_takes_in_host_memory_stays_there():
+    def fn(weights, x):
+        def body(carry, w):
+            h, before = carry
+            return (jnp.tanh(h @ jax.device_put(w, DEVICE) + h @ jax.device_put(before, DEVICE)), w), None
+
+        zeros = jax.device_put(jnp.zeros(STACK[1:]), HOST)
+        h, last = jax.lax.scan(body, (x, zeros), weights)[0]
+        return h, jax.device_put(last, DEVICE)
+
+    plan, found, expected = run(fn, random(*STACK), random(ROWS, WIDTH))
+    assert not scans(plan)[False].now and not scans(plan)[False].ahead
+    for result, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-6)
+
+
+def test_loops_are_differentiated_like_a_plain_scan():
+    def fn(weights, x):
+        def body(h, w):
+            return jnp.tanh(h @ jax.device_put(w, DEVICE)), None
+
+        return (jax.lax.scan(body, x, weights)[0] ** 2).mean()
+
+    arguments = random(*STACK), random(ROWS, WIDTH)
+    plan, found, expected = run(fn, *arguments, lambda program: jax.grad(jax.jit(first(program))))
+    assert scans(plan)[False].ahead
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0)])
+def test_loops_are_mapped_like_a_plain_scan(axes):
+    sizes = [(2,) if axis == 0 else () for axis in axes]
+    weights, x = random(*sizes[0], *STACK), random(*sizes[1], ROWS, WIDTH)
+    plan, found, expected = run(loss_from_host, weights, x, lambda program: jax.vmap(jax.jit(first(program)), axes))
+    assert scans(plan)[False].now or scans(plan)[False].ahead
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import autoshard
 from autoshard.sharding.planner.bound_plan import bound_or_error
+from tests.sharding.lower.tpu.loops import loops
 
 LAYERS, ROWS, WIDTH, HIDDEN = 3, 16, 32, 64
 WEIGHTS = jax.ShapeDtypeStruct((LAYERS, WIDTH, HIDDEN), jnp.float32)
@@ -113,7 +114,7 @@ def test_the_order_is_given_in_loops_that_gather_early():
     x = jax.ShapeDtypeStruct((rows, 64, width), jnp.float32)
     program = lowered(fn, words="fsdp:8", args=(weights, x), gather="prefetch")
     jaxpr = jax.make_jaxpr(program)(*jax.tree.leaves((weights, x))).jaxpr
-    backward = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and eqn.params["reverse"]]
+    backward = [eqn for eqn in loops(jaxpr) if eqn.params["reverse"]]
     assert any(v.aval.shape == (width, hidden) for eqn in backward for v in eqn.invars)  # gathered for the first layer
     assert ordered(jaxpr) == [(rows // 8, 64, hidden)]
 
