@@ -99,7 +99,7 @@ def side_of(made: Any, remat: str, microbatches: int) -> Side:
 @contextlib.contextmanager
 def moved_by_compiler() -> Iterator[None]:
     """Let the compiler choose when loops move their slices of stacks in host memory, as other libraries do."""
-    with patch.object(host_stacks, "host_stacks", lambda op, avals: host_stacks.HostStacks()):
+    with patch.object(host_stacks, "host_moves", lambda op, avals: host_stacks.HostMoves()):
         yield
 
 

@@ -2,19 +2,19 @@
 
 XLA:TPU schedules such transfers late. It moves a fetch to the end of the iteration before, where all fetches share the
 last milliseconds, and a fetch waits for the last use of the value that it replaces. It moves a send to the beginning of
-the next iteration, and the send has to end before that iteration makes the same value again. So the program itself says
-when each slice moves:
+the next iteration. There, the send has to end before the value is made again. So the program itself says when each
+slice moves:
 
     fetched now     the slice comes in the iteration that takes it, from the beginning of the iteration on
     fetched ahead   the slice comes one iteration before; the carry of the scan holds it
     sent now        the slice goes in the iteration that makes it, until the end of the iteration
 
 A slice is fetched now if it is first used in about the second half of the iteration's FLOPs, else ahead. A result that
-is made in about the first half is sent now; XLA sends the others. Barriers keep XLA from moving the transfers: the
-index of a slice waits for the carry, each fetch for the fetch before, and the carry for the stacks that were sent. A
-value that is fetched ahead passes through a `select`, which copies it into the buffer of the carry. Without it, XLA
-would fetch into that buffer, after the last use of the slice before. The last iteration fetches its own slices again,
-without a use.
+is made in about the first half is sent now; XLA sends the others. Three kinds of barriers keep XLA from moving the
+transfers. The index of a slice waits for the carry. Each fetch waits for the one before it. The carry waits for the
+stacks that were sent. A value that is fetched ahead passes through a `select`, which copies it into the buffer of the
+carry. Without it, XLA would fetch into that buffer, after the last use of the slice before. The last iteration fetches
+its own slices again, without a use.
 
 Compiled for v5e:2x4, eight layers of six matrices under `fsdp:8`, with two values of 64 MiB per layer in host memory,
 take 341 ms instead of 394 (`benchmarks/host_stacks.py`).
@@ -44,7 +44,7 @@ _Body = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]  # (carry,
 
 @shown
 @dataclass(frozen=True)
-class HostStacks:
+class HostMoves:
     """What a scan moves between the memories, and when.
 
     Attributes:
@@ -58,7 +58,7 @@ class HostStacks:
     sent: tuple[int, ...] = ()
 
 
-def host_stacks(op: Op, avals: Sequence[Any]) -> HostStacks:
+def host_moves(op: Op, avals: Sequence[Any]) -> HostMoves:
     """Return what a scan moves, and when. Slices that are used in host memory itself stay as they are.
 
     Args:
@@ -70,12 +70,12 @@ def host_stacks(op: Op, avals: Sequence[Any]) -> HostStacks:
     slices = [k for k, v in enumerate(block.inputs[count:]) if _compat.is_on_host(avals[v])]
     results = [k for k, v in enumerate(block.outputs[n_carry:]) if v >= 0 and _compat.is_on_host(avals[v])]
     if op.eqn.params["length"] < 2 or not (slices or results):
-        return HostStacks()
+        return HostMoves()
     times = _Times(block)
     uses = {k: use for k in slices if (use := times.first_use(block.inputs[count + k])) is not None}
     makes = {k: made for k in results if (made := times.made(block.outputs[n_carry + k])) is not None}
     in_order, late = sorted(uses, key=uses.__getitem__), times.total * FETCHED_NOW_FROM
-    return HostStacks(
+    return HostMoves(
         tuple(k for k in in_order if uses[k] >= late),
         tuple(k for k in in_order if uses[k] < late),
         tuple(k for k in makes if makes[k] <= times.total * SENT_NOW_UNTIL),
@@ -129,7 +129,7 @@ def scan_with_host_stacks(
     *,
     on_tpu: bool,
 ) -> tuple[Any, list[Any]]:
-    """Return what `lax.scan` returns. On a TPU, slices of stacks in host memory move when `host_stacks` says.
+    """Return what `lax.scan` returns. On a TPU, slices of stacks in host memory move when `host_moves` says.
 
     A scan whose carry has no array does not change, because its barriers would have nothing to wait for. The derivative
     and `jax.vmap` of the new scan are those of the plain one: JAX cannot transpose or map `lax.dynamic_slice` of an
@@ -138,15 +138,15 @@ def scan_with_host_stacks(
     Args:
         op: the scan as it is in the program.
         avals: the aval of each value of the program.
-        body: its lowered body. It gets the slices that are fetched here in device memory.
+        body: its lowered body. It takes fetched slices in device memory.
         init: the initial carry.
         xs: the stacks to slice.
         on_tpu: whether the program is compiled for TPUs.
     """
     how = {name: op.eqn.params[name] for name in ("length", "reverse", "unroll")}
     start, tree = jax.tree.flatten(init)
-    stacks = host_stacks(op, avals) if on_tpu and any(map(_is_array, start)) else HostStacks()
-    if stacks == HostStacks():
+    stacks = host_moves(op, avals) if on_tpu and any(map(_is_array, start)) else HostMoves()
+    if stacks == HostMoves():
         return lax.scan(body, init, xs, **how)
     n_consts, n_carry = _compat.scan_arity(op.eqn.params)
     slices = [avals[v] for v in op.blocks[0].inputs[n_consts + n_carry :]]
@@ -189,7 +189,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _moved_scan(
-    stacks: HostStacks, results: Sequence[Any], body: _Body, init: list[Any], xs: list[Any], how: dict[str, Any]
+    stacks: HostMoves, results: Sequence[Any], body: _Body, init: list[Any], xs: list[Any], how: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
     """Return the results of a scan that moves slices when `stacks` says.
 
@@ -202,7 +202,7 @@ def _moved_scan(
         how: the length, the direction and the unrolling of the scan, as `lax.scan` takes them.
     """
     length, reverse = how["length"], how["reverse"]
-    waits = max((k for k, x in enumerate(init) if _is_array(x)), key=lambda k: init[k].size)
+    waiting = max((k for k, x in enumerate(init) if _is_array(x)), key=lambda k: init[k].size)
     fetched = {*stacks.now, *stacks.ahead}
 
     def fetch(k: int, index: Any) -> Any:
@@ -215,22 +215,22 @@ def _moved_scan(
 
     def step(state: tuple[Any, ...], x: list[Any]) -> tuple[tuple[Any, ...], list[Any]]:
         index, carry, made, held = state
-        found, here, carry = dict(zip(stacks.ahead, held, strict=True)), index, list(carry)
+        found, fetch_index, carry = dict(zip(stacks.ahead, held, strict=True)), index, list(carry)
         if fetched:
-            here, carry[waits] = lax.optimization_barrier((index, carry[waits]))
+            fetch_index, carry[waiting] = lax.optimization_barrier((index, carry[waiting]))
         for k in stacks.now:
-            here, found[k] = lax.optimization_barrier((here, fetch(k, here)))
+            fetch_index, found[k] = lax.optimization_barrier((fetch_index, fetch(k, fetch_index)))
         carry, ys = body(carry, with_slices(found, x))
-        following = jnp.maximum(here - 1, 0) if reverse else jnp.minimum(here + 1, length - 1)
+        next_fetch = jnp.maximum(fetch_index - 1, 0) if reverse else jnp.minimum(fetch_index + 1, length - 1)
         ahead = []
         for k in stacks.ahead:
-            following, one = lax.optimization_barrier((following, fetch(k, following)))
-            ahead.append(jnp.where(following >= 0, one, jnp.zeros_like(one)))
+            next_fetch, one = lax.optimization_barrier((next_fetch, fetch(k, next_fetch)))
+            ahead.append(jnp.where(next_fetch >= 0, one, jnp.zeros_like(one)))
         made = [lax.dynamic_update_index_in_dim(s, ys[k], index, 0) for s, k in zip(made, stacks.sent, strict=True)]
         if made:
-            made, carry[waits] = lax.optimization_barrier((made, carry[waits]))
-        after = jnp.maximum(index - 1, 0) if reverse else index + 1
-        return (after, carry, made, ahead), [y for k, y in enumerate(ys) if k not in stacks.sent]
+            made, carry[waiting] = lax.optimization_barrier((made, carry[waiting]))
+        next_index = jnp.maximum(index - 1, 0) if reverse else index + 1
+        return (next_index, carry, made, ahead), [y for k, y in enumerate(ys) if k not in stacks.sent]
 
     first = jnp.asarray(length - 1 if reverse else 0, jnp.int32)
     held = [fetch(k, first) for k in stacks.ahead]

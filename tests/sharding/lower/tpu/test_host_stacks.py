@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import autoshard
 from autoshard import _compat
-from autoshard.sharding.lower.tpu.host_stacks import host_stacks
+from autoshard.sharding.lower.tpu.host_stacks import host_moves
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.spmdrules.ir.program import inlined
 from tests.sharding.lower.tpu.loops import loops
@@ -72,7 +72,7 @@ def scans(plan):
     """Whether a scan is reversed -> what it moves."""
     program = bound_or_error(plan.bound).executable.layout.axes.program
     found = [op for op in program.ops() if op.name == "scan"]
-    return {op.eqn.params["reverse"]: host_stacks(op, program.avals) for op in found}
+    return {op.eqn.params["reverse"]: host_moves(op, program.avals) for op in found}
 
 
 def count(jaxpr, name):
@@ -114,7 +114,7 @@ def test_slices_are_fetched_in_the_order_of_their_use():
     plan = made(step(*kinds), kinds)
     program = bound_or_error(plan.bound).executable.layout.axes.program
     (scan,) = [op for op in program.ops() if op.name == "scan" and op.eqn.params["reverse"]]
-    moves, first = host_stacks(scan, program.avals), {}
+    moves, first = host_moves(scan, program.avals), {}
     slices = scan.blocks[0].inputs[sum(_compat.scan_arity(scan.eqn.params)) :]
     for place, op in enumerate(inlined(scan.blocks[0])):
         for v in op.operands:
