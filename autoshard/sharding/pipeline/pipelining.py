@@ -91,9 +91,11 @@ def with_stages(
     except NotOffloaded as reason:
         moved = "+".join(word for word in traced.offloaded if word != OPTIMIZER)
         keeping = f", or schedule={WITH_RESIDUALS[schedule]!r}" if schedule in WITH_RESIDUALS else ""
+        given = f"offload={moved!r}" if moved else "values that the step's own policy moves to the host"
+        instead = f"use offload={OPTIMIZER!r}" if moved else "let the policy keep them on the device"
         raise NotMovable(
-            f"auto_shard({traced.name}): pp:{stages} with offload={moved!r}: {reason}; use offload={OPTIMIZER!r}"
-            f"{keeping}, or leave out pp:{stages}"
+            f"auto_shard({traced.name}): pp:{stages} with {given}: {reason}; {instead}{keeping}, or leave out "
+            f"pp:{stages}"
         ) from None
     except TooManyStages as reason:
         words = fewer(reason.most) if fewer is not None else ""

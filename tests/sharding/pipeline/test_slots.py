@@ -86,6 +86,28 @@ def test_what_stays_on_the_device(options, reason):
         plan(fn, *arguments(), target="cpu:2", plan="pp:2", microbatches=8, **options)
 
 
+def test_a_policy_of_the_step_is_named_where_its_values_cannot_move():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["start"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def step(weights, x):
+        def layer(y, w):
+            y = checkpoint_name(y, "start")
+            return y + jnp.tanh(y @ w[0]) @ w[1], None
+
+        def loss(weights, x):
+            return (jax.lax.scan(jax.checkpoint(layer, policy=policy), x, weights["layers"])[0] ** 2).mean()
+
+        return jax.grad(loss)(weights, x)
+
+    with pytest.raises(PlanError, match="own policy moves to the host: .*; let the policy keep them on the device"):
+        plan(step, *arguments(), target="cpu:2", plan="pp:2", microbatches=8, schedule="1f1b")
+
+
 def test_offload_auto_moves_residuals_of_stages_only_if_nothing_else_fits():
     options = {"target": "cpu:2", "plan": "pp:2", "microbatches": 8, "schedule": "1f1b", "offload": "auto"}
     plain = plan(make_step(), *arguments(), **options)
