@@ -1,4 +1,4 @@
-"""What it is worth that a program itself says when a loop moves its slices of stacks in host memory.
+"""How much faster a step is if the program, and not XLA, says when a loop moves slices of stacks in host memory.
 
     python benchmarks/host_stacks.py [--target v5e:2x4]      compile each case both ways
     python benchmarks/host_stacks.py --show                  the stored rows, without compiling
@@ -16,9 +16,8 @@ slice moves (`xla`). Nothing runs. Rows are stored in `results/host_stacks.json`
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,14 +26,13 @@ import jax
 import jax.numpy as jnp
 from estimate_result import MEASURES
 from jax.ad_checkpoint import checkpoint_name
-from plan_rows import Planned, Store
+from plan_rows import Planned, Store, prediction, run_on_chips
 from plan_sides import moved_by_compiler
 from rich.console import Console
 from rich.table import Table
 
 from autoshard import plan
 from autoshard.sharding.audit.export import export_plan
-from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
 STRATEGY, DEVICES = "fsdp:8", 8
@@ -95,10 +93,9 @@ def compiled(store: Store) -> None:
         weights = {name: jax.ShapeDtypeStruct((*groups, *shape), jnp.bfloat16) for name, shape in SHAPES.items()}
         x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
         made = plan(train_step(case), weights, x, target=store.target, plan=STRATEGY, donate_argnums=0)
-        estimate, options = made.estimate, made.compiler_options.get("tpu", {})
-        predicted = {"step": estimate.step_time_us / 1e6, "memory_bytes": estimate.peak_memory_bytes}
+        options = made.compiler_options.get("tpu", {})
         for side, by_xla in SIDES.items():
-            row = Planned(f"{case} {side}", STRATEGY, made.chosen, case, 1, None, predicted)
+            row = Planned(f"{case} {side}", STRATEGY, made.chosen, case, 1, None, prediction(made))
             with moved_by_compiler() if by_xla else nullcontext():
                 exported = export_plan(bound_or_error(made.bound).executable, options)
             store.finish(row, options, exported)
@@ -118,21 +115,5 @@ def show(store: Store) -> None:
     Console(width=120).print(table)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Compile and print the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="v5e:2x4", help="8 chips of a TPU; default: v5e:2x4")
-    parser.add_argument("--timeout", type=float, default=3000.0, help="seconds after which a compiler is stopped")
-    parser.add_argument("--show", action="store_true", help="print the stored rows without compiling")
-    given = parser.parse_args(arguments)
-    machine = find_target(given.target)
-    if (machine.platform, machine.devices) != ("tpu", DEVICES):
-        parser.error(f"--target {given.target}: the programs are planned for {DEVICES} chips of a TPU, such as v5e:2x4")
-    store = Store.read(STORED) if given.show else Store(STORED.stem, given.target, STORED.parent, given.timeout)
-    if not given.show:
-        compiled(store)
-    show(store)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_on_chips(sys.argv[1:], __doc__, STORED, DEVICES, compiled, show)

@@ -17,9 +17,8 @@ Nothing runs. Rows are stored in `results/memory_pressure.json`.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import common  # sets up the path and the devices first
@@ -27,14 +26,13 @@ import jax
 import jax.numpy as jnp
 from estimate_result import MEASURES
 from jax.ad_checkpoint import checkpoint_name
-from plan_rows import Planned, Store
+from plan_rows import Planned, Store, prediction, run_on_chips
 from rich.console import Console
 from rich.table import Table
 
 from autoshard import Plan, plan
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.machines.options import SETS, with_set
-from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.plan.program_facts import program_facts
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
@@ -102,10 +100,8 @@ def compiled(store: Store) -> None:
             facts = program_facts(planned)
             assert facts is not None, store.target
             options = with_set(options, SETS[variant], facts)
-        estimate = planned.estimate
-        predicted = {"step": estimate.step_time_us / 1e6, "memory_bytes": estimate.peak_memory_bytes}
         remat = "layer, hidden" if keeps else "host:layer"
-        row = Planned(f"{variant} {share:.2f}", STRATEGY, planned.chosen, remat, 1, None, predicted)
+        row = Planned(f"{variant} {share:.2f}", STRATEGY, planned.chosen, remat, 1, None, prediction(planned))
         store.finish(row, options, export_plan(bound_or_error(planned.bound).executable, options))
 
 
@@ -120,21 +116,5 @@ def show(store: Store) -> None:
     Console(width=120).print(table)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Compile and print the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="v5e:2x4", help="8 chips of a TPU; default: v5e:2x4")
-    parser.add_argument("--timeout", type=float, default=3000.0, help="seconds after which a compiler is stopped")
-    parser.add_argument("--show", action="store_true", help="print the stored rows without compiling")
-    given = parser.parse_args(arguments)
-    machine = find_target(given.target)
-    if (machine.platform, machine.devices) != ("tpu", DEVICES):
-        parser.error(f"--target {given.target}: the programs are planned for {DEVICES} chips of a TPU, such as v5e:2x4")
-    store = Store.read(STORED) if given.show else Store(STORED.stem, given.target, STORED.parent, given.timeout)
-    if not given.show:
-        compiled(store)
-    show(store)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_on_chips(sys.argv[1:], __doc__, STORED, DEVICES, compiled, show)

@@ -23,7 +23,7 @@ from typing import Any
 
 import common
 from common import Console, Table
-from plan_rows import Planned, Row, Store, run_cases
+from plan_rows import Planned, Row, Store, prediction, run_cases
 
 from autoshard import plan
 from autoshard.models.workloads import workload
@@ -112,8 +112,7 @@ def rows_of(name: str, timeout_s: float) -> list[Row]:
 def compiled(store: Store, side: str, made: Any, options: Mapping[str, Any] | None = None) -> Row:
     """Compile a plan, with these options beside its own, and store its row."""
     used = {**made.compiler_options.get(find_target(store.target).platform, {}), **(options or {})}
-    predicted = {"step": made.estimate.step_time_us / 1e6, "memory_bytes": made.estimate.peak_memory_bytes}
-    planned = Planned(side, made.chosen, made.chosen, made.variant["remat"], 1, None, predicted)
+    planned = Planned(side, made.chosen, made.chosen, made.variant["remat"], 1, None, prediction(made))
     return store.finish(planned, used, export_plan(bound_or_error(made.bound).executable, used))
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 import common  # sets up the path and the devices first
-from plan_rows import Planned, Store
+from plan_rows import Planned, Store, prediction
 from rich.console import Console
 from rich.table import Table
 
@@ -40,9 +40,7 @@ def compiled(store: Store) -> None:
         step, *shapes = workload_step(work, 1)
         made = plan(step, *shapes, target=TARGET, plan=STRATEGY, donate_argnums=0)
         options = made.compiler_options.get("tpu", {})
-        estimate = made.estimate
-        predicted = {"step": estimate.step_time_us / 1e6, "memory_bytes": estimate.peak_memory_bytes}
-        planned = Planned(side, STRATEGY, made.chosen, remat, 1, None, predicted)
+        planned = Planned(side, STRATEGY, made.chosen, remat, 1, None, prediction(made))
         store.finish(planned, options, export_plan(bound_or_error(made.bound).executable, options))
 
 

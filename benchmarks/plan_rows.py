@@ -19,6 +19,7 @@ from autoshard.sharding.audit import CompileJob, compile_job
 from autoshard.sharding.audit.aot_compile import Compiled
 from autoshard.sharding.audit.compiler_process import versions as compilers
 from autoshard.sharding.audit.constants import TIMEOUT_S
+from autoshard.sharding.machines.targets import TargetError, find_target
 
 FOLDER = RESULTS / "plans"
 AT_ONCE = 2  # programs that are compiled at the same time
@@ -197,6 +198,46 @@ def _key(row: Row) -> tuple[Any, ...]:
 def best(rows: Sequence[Row]) -> Row | None:
     """Return the fastest row that fits."""
     return min((row for row in rows if row.ok), key=lambda row: row.seconds, default=None)
+
+
+def prediction(made: Any) -> dict[str, float]:
+    """Return the step time in seconds and the peak memory in bytes that a plan predicts."""
+    return {"step": made.estimate.step_time_us / 1e6, "memory_bytes": made.estimate.peak_memory_bytes}
+
+
+def run_on_chips(
+    arguments: Sequence[str],
+    description: str | None,
+    stored: Path,
+    chips: int,
+    compile_rows: Callable[[Store], None],
+    show: Callable[[Store], None],
+) -> None:
+    """Run the command line of a benchmark with one file of rows: compile and store them, then print them.
+
+    Args:
+        arguments: `--target`, `--timeout` and `--show`.
+        description: what the benchmark does, for `--help`.
+        stored: the file of the rows.
+        chips: the number of TPU chips for which its programs are planned.
+        compile_rows: compiles and stores the rows.
+        show: prints stored rows.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="v5e:2x4", help=f"{chips} chips of a TPU; default: v5e:2x4")
+    parser.add_argument("--timeout", type=float, default=3000.0, help="seconds after which a compiler is stopped")
+    parser.add_argument("--show", action="store_true", help="print the stored rows without compiling")
+    given = parser.parse_args(arguments)
+    try:
+        machine = find_target(given.target)
+    except TargetError as error:
+        parser.error(f"--target: {error}")
+    if (machine.platform, machine.devices) != ("tpu", chips):
+        parser.error(f"--target {given.target}: the programs are planned for {chips} chips of a TPU, such as v5e:2x4")
+    store = Store.read(stored) if given.show else Store(stored.stem, given.target, stored.parent, given.timeout)
+    if not given.show:
+        compile_rows(store)
+    show(store)
 
 
 def run_cases(

@@ -98,15 +98,17 @@ def side_of(made: Any, remat: str, microbatches: int) -> Side:
 
 @contextlib.contextmanager
 def moved_by_compiler() -> Iterator[None]:
-    """Let the compiler choose when loops move their slices of stacks in host memory, as other libraries do."""
+    """Let the compiler choose when loops move slices of stacks in host memory, as other libraries do."""
     with patch.object(host_stacks, "host_moves", lambda op, avals: host_stacks.HostMoves()):
         yield
 
 
-def with_compiled(side: Side, made: Any, store: Store, name: str, options: Options | None, own: bool = True) -> Side:
+def with_compiled(
+    side: Side, made: Any, store: Store, name: str, options: Options | None, *, compiler_moves: bool = False
+) -> Side:
     """Compile a plan under these options, by default its own, and let the referee judge it.
 
-    With `own`, the program says when loops move slices of stacks in host memory, else the compiler does.
+    With `compiler_moves`, the compiler chooses when loops move slices of stacks in host memory.
     """
     if made is None:
         return side
@@ -117,7 +119,7 @@ def with_compiled(side: Side, made: Any, store: Store, name: str, options: Optio
     predicted = {"step": side.predicted["seconds"], "memory_bytes": side.predicted["memory_bytes"]}
     planned = Planned(name, side.words, side.words, side.remat, side.microbatches, None, predicted)
     try:
-        with contextlib.nullcontext() if own else moved_by_compiler():
+        with moved_by_compiler() if compiler_moves else contextlib.nullcontext():
             exported = export_plan(bound_or_error(made.bound).executable, used)
         row = store.finish(planned, used, exported)
     except Exception as error:  # a fault of the export or of the referee in one row must not cost the others

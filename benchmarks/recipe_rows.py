@@ -97,8 +97,8 @@ def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Pa
         store = Store(entry.id, settings.recipe.machine, folder, timeout_s)
         if found and options is not None:
             without = without_reported(chip, options)
-            head["recipe_without"] = with_compiled(own, own_made, store, "recipe without", without, own=False)
-        own = with_compiled(own, own_made, store, "recipe", options, own=False)
+            head["recipe_without"] = with_compiled(own, own_made, store, "recipe without", without, compiler_moves=True)
+        own = with_compiled(own, own_made, store, "recipe", options, compiler_moves=True)
         best = with_compiled(best, best_made, store, "plan", None)
         if best_with is not None:
             best_with = with_compiled(best_with, made_with, store, "plan with", None)

@@ -25,9 +25,9 @@ from autoshard.kernels.constants import (
     FLOAT32,
     LANES,
     LARGER_BLOCKS,
+    RESULTS_HELD,
     SCOPED_VMEM_BYTES,
     SCORES_HELD,
-    SUMS_HELD,
     VMEM_SHARE,
 )
 from autoshard.kernels.splash_blocks import SplashBlocks
@@ -107,9 +107,9 @@ def vmem_bytes(blocks: SplashBlocks, shape: Shape) -> Mapping[str, float]:
 
     forward, dkv, (dq_q, dq_k) = blocks.forward, blocks.dkv, blocks.dq
     return {
-        # queries and results; keys and values; two statistics and the log-sum-exp in all lanes, and the sums, with the
-        # values from which a step computes them
-        "forward": held(*forward, d + e, d + e, forward[0] * (4 * LANES + SUMS_HELD * e) * FLOAT32),
+        # queries and results; keys and values; two statistics and the log-sum-exp (each fills all lanes); arrays in the
+        # shape of the result
+        "forward": held(*forward, d + e, d + e, forward[0] * (4 * LANES + RESULTS_HELD * e) * FLOAT32),
         # queries, results' gradients; keys, values and their gradients; the sums of the gradients
         "dkv": held(*dkv, d + e, 2 * (d + e), dkv[1] * (d + e) * FLOAT32),
         # queries, their gradients and results' gradients; keys and values; the sum of the gradient

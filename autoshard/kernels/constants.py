@@ -32,10 +32,10 @@ LARGER_BLOCKS = (2048,)
 # the default blocks need at most 14.5 MiB at a head size of 128, and the kernels fit 16 MiB.
 SCORES_HELD = 3
 
-# Blocks of sums in float32 that a forward kernel holds at the same time: the sums, those of one step, and three values
-# between them. Source: compiled for v5p, blocks of 2048 x 2048 (512 keys at a time) with a head size of 256 need more
-# than 32.84 MiB and fit 36; with 5 blocks of sums the estimate is 34 MiB.
-SUMS_HELD = 5
+# Arrays of float32 in the shape of a block's result that a forward kernel holds at the same time. Source: compiled for
+# v5p, a forward kernel with a head size of 256 and blocks of 2048 x 2048 (512 keys at a time) needs more than 32.84 MiB
+# and at most 36 MiB. With 5 arrays, the estimate is 34 MiB.
+RESULTS_HELD = 5
 
 # Fraction of the vector memory that the estimate of a kernel may fill. Source: chosen, not measured.
 VMEM_SHARE = 0.9

@@ -378,9 +378,9 @@ def test_options_with_reports_of_wrong_numbers_are_compiled_with_and_without(tmp
     (one,) = read_recipes(written(tmp_path, text))
     used, by_compiler = {}, set()
 
-    def compile_under(side, made, store, name, options, own=True):
+    def compile_under(side, made, store, name, options, compiler_moves=False):
         used[name] = options
-        by_compiler.update(() if own else (name,))
+        by_compiler.update((name,) if compiler_moves else ())
         return side
 
     monkeypatch.setattr(recipe_rows, "with_compiled", compile_under)

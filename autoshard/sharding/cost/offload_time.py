@@ -14,8 +14,9 @@ transfers of both directions. The compiler's own schedule of transfers is in the
 On GPUs nothing hides transfers, and the two directions take turns (`machines.constants.EXPOSED_TRANSFERS`): all of
 their time is exposed.
 
-What an iteration needs comes from the host during the one before it, so nothing hides what the first one needs. In the
-backward loop that is what the last layer has just sent: XLA waits for it to arrive, and brings it straight back.
+Loops say themselves when slices move, so that all compute of an iteration hides transfers (`lower.tpu.host_stacks`). An
+iteration's slices come from the host during the iteration before, so nothing hides those of the first iteration. In the
+backward loop, these are what the last layer has just sent. Slices that come in their own iteration are priced alike.
 """
 
 from __future__ import annotations

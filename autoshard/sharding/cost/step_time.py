@@ -211,10 +211,10 @@ class CostModel:
         return replace(cost, live_buffers=(*buffers.values(), *ahead))
 
     def repeated_us(self, layout: Layout) -> Mapping[str, float]:
-        """Return how long a device does work in one step that other devices do, too: source line -> microseconds.
+        """Return the time of repeated work in one step of a device: source line -> microseconds.
 
-        Mesh axes that shard the results or operands of an operator divide its work. Those that shard stored state do
-        not, because state is gathered. If `n` of `N` devices divide the work, the share `1 - n / N` of it is repeated.
+        A mesh axis divides the work of an operator if it shards a result or an operand. Sharded state does not count,
+        because it is gathered before use. If `n` of `N` devices divide the work, each repeats the share `1 - n / N`.
         """
         distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
         if distinct != self.distinct:

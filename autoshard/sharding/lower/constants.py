@@ -12,7 +12,8 @@ LEAST_REMARK_BYTES = 64 * 1024
 # a user's program is likely to have.
 FIRST_SCHEDULING_GROUP = 1_000_000
 
-# Chosen, as shares of the FLOPs of one iteration of a loop. The second of two equal layers in an iteration starts at a
-# half. A slice of a stack in host memory is fetched in the iteration that takes it, if it is first used later than the
-# first share; a result is sent to the host in the iteration that makes it, if it is made earlier than the second.
+# Shares of the FLOPs of one iteration of a loop. A slice of a stack in host memory is fetched in the iteration that
+# uses it, if its first use is after the first share. A result is sent to host memory in the iteration that computes it,
+# if that is before the second share. Source: chosen. The second of two equal layers in an iteration starts at 0.5, so
+# it fetches and sends in its own iteration.
 FETCHED_NOW_FROM, SENT_NOW_UNTIL = 0.45, 0.55

@@ -57,7 +57,7 @@ def separate_batches(
 
 
 def _behind(dims: Leaves, counts: Set[int]) -> Leaves:
-    """Return the dimensions without the leading ones over which loops run."""
+    """Return the dimensions that follow the leading loop dimensions."""
     return tuple(itertools.dropwhile(lambda dim: len(dim) == 1 and dim[0] in counts, dims))
 
 

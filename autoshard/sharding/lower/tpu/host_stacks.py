@@ -1,20 +1,22 @@
-"""When a scan over layers moves the slices of its stacks in host memory.
+"""Chooses when a scan over layers moves slices of stacks in host memory, and writes that into the program.
 
-XLA:TPU schedules such transfers late. It moves a fetch to the end of the iteration before, where all fetches share the
-last milliseconds, and a fetch waits for the last use of the value that it replaces. It moves a send to the beginning of
-the next iteration. There, the send has to end before the value is made again. So the program itself says when each
-slice moves:
+XLA:TPU schedules such transfers late. It fetches all slices of an iteration at the end of the iteration before. Each
+fetch waits for the last use of the slice that it replaces. XLA sends a result during the next iteration. This send has
+to end before that iteration computes its own result. So the device often waits. The rewritten scan says itself when
+each slice moves:
 
-    fetched now     the slice comes in the iteration that takes it, from the beginning of the iteration on
-    fetched ahead   the slice comes one iteration before; the carry of the scan holds it
-    sent now        the slice goes in the iteration that makes it, until the end of the iteration
+    fetched now     in the iteration that uses it, from the start of the iteration on
+    fetched ahead   one iteration before; the carry of the scan holds the slice
+    sent now        in the iteration that computes it
 
-A slice is fetched now if it is first used in about the second half of the iteration's FLOPs, else ahead. A result that
-is made in about the first half is sent now; XLA sends the others. Three kinds of barriers keep XLA from moving the
-transfers. The index of a slice waits for the carry. Each fetch waits for the one before it. The carry waits for the
-stacks that were sent. A value that is fetched ahead passes through a `select`, which copies it into the buffer of the
-carry. Without it, XLA would fetch into that buffer, after the last use of the slice before. The last iteration fetches
-its own slices again, without a use.
+A slice is fetched now if its first use is in the second half of the iteration's FLOPs, else ahead. A result is sent now
+if it is computed in the first half; XLA schedules the other sends. The bounds are `FETCHED_NOW_FROM` and
+`SENT_NOW_UNTIL`.
+
+Three kinds of barriers keep XLA from moving these transfers. The index of a slice waits for the carry. Each fetch waits
+for the fetch before it. The carry waits for the stacks of sent results. A slice that is fetched ahead is also copied by
+a `select` into the buffer of the carry. Without the copy, XLA would fetch into that buffer, and only after the last use
+of the slice before. In the last iteration, fetches ahead have no use: they repeat the slice of that iteration.
 
 Compiled for v5e:2x4, eight layers of six matrices under `fsdp:8`, with two values of 64 MiB per layer in host memory,
 take 341 ms instead of 394 (`benchmarks/host_stacks.py`).
@@ -45,12 +47,12 @@ _Body = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]  # (carry,
 @shown
 @dataclass(frozen=True)
 class HostMoves:
-    """What a scan moves between the memories, and when.
+    """When a scan moves slices. Numbers count the stacks that it slices, or its stacked results.
 
     Attributes:
-        now: the numbers of the stacks, among those that it slices, whose slices are fetched now, in the order of use.
-        ahead: the numbers of those whose slices are fetched ahead, in the order of use.
-        sent: the numbers of its stacked results that are sent now.
+        now: the stacks whose slices are fetched now, in the order of their first use.
+        ahead: the stacks whose slices are fetched ahead, in the order of their first use.
+        sent: the results that are sent now.
     """
 
     now: tuple[int, ...] = ()
@@ -59,7 +61,7 @@ class HostMoves:
 
 
 def host_moves(op: Op, avals: Sequence[Any]) -> HostMoves:
-    """Return what a scan moves, and when. Slices that are used in host memory itself stay as they are.
+    """Return when a scan moves slices. A slice that is also used in host memory is not moved.
 
     Args:
         op: the scan.
@@ -83,7 +85,7 @@ def host_moves(op: Op, avals: Sequence[Any]) -> HostMoves:
 
 
 class _Times:
-    """When a block uses and makes values, in FLOPs since its beginning."""
+    """The times at which a block uses and computes values. A time is the number of FLOPs in the block before it."""
 
     def __init__(self, block: Block):
         self.ops, self.total, self.results = list(inlined(block)), 0.0, {*block.outputs}
@@ -95,7 +97,7 @@ class _Times:
         self.makers = {v: op for op in self.ops for v in op.results}
 
     def first_use(self, value: int) -> float | None:
-        """When a value is first used after its transfer to the device; None if it is used elsewhere or never."""
+        """Return when a value is first used on the device; None if it is used in host memory, too, or nowhere."""
         users, found = self.users.get(value, []), []
         if value in self.results or not all(map(is_host_transfer, users)):
             return None
@@ -105,7 +107,7 @@ class _Times:
         return min(found, default=None)
 
     def made(self, value: int) -> float | None:
-        """When a value in host memory was made on the device; None if it was not."""
+        """Return when the device computes a value that is then moved to host memory; None if it is no such value."""
         maker = self.makers.get(value)
         if maker is None or not is_host_transfer(maker):
             return None
@@ -131,9 +133,8 @@ def scan_with_host_stacks(
 ) -> tuple[Any, list[Any]]:
     """Return what `lax.scan` returns. On a TPU, slices of stacks in host memory move when `host_moves` says.
 
-    A scan whose carry has no array does not change, because its barriers would have nothing to wait for. The derivative
-    and `jax.vmap` of the new scan are those of the plain one: JAX cannot transpose or map `lax.dynamic_slice` of an
-    array in host memory.
+    A scan without an array in its carry does not change, because barriers need a value to wait for. JAX cannot
+    transpose or map `lax.dynamic_slice` of an array in host memory. So derivatives and `jax.vmap` use a plain scan.
 
     Args:
         op: the scan as it is in the program.
@@ -145,13 +146,13 @@ def scan_with_host_stacks(
     """
     how = {name: op.eqn.params[name] for name in ("length", "reverse", "unroll")}
     start, tree = jax.tree.flatten(init)
-    stacks = host_moves(op, avals) if on_tpu and any(map(_is_array, start)) else HostMoves()
-    if stacks == HostMoves():
+    moves = host_moves(op, avals) if on_tpu and any(map(_is_array, start)) else HostMoves()
+    if moves == HostMoves():
         return lax.scan(body, init, xs, **how)
     n_consts, n_carry = _compat.scan_arity(op.eqn.params)
     slices = [avals[v] for v in op.blocks[0].inputs[n_consts + n_carry :]]
     results = [avals[v] for v in op.blocks[0].outputs[n_carry:]]
-    fetched = {*stacks.now, *stacks.ahead}
+    fetched = {*moves.now, *moves.ahead}
     on_host = [_compat.is_on_host(a) and k not in fetched for k, a in enumerate(slices)]
     shapes = [
         _compat.abstract_array(a.shape, a.dtype, a.weak_type, on_host=h) for a, h in zip(slices, on_host, strict=True)
@@ -175,9 +176,9 @@ def scan_with_host_stacks(
         return lax.scan(step, carry, xs, **how)
 
     def moved(consts: list[Any], carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        return _moved_scan(stacks, results, body_with(consts), carry, xs, how)
+        return _moved_scan(moves, results, body_with(consts), carry, xs, how)
 
-    # JAX takes no body with effects, such as an ordered callback, in a function with its own derivative.
+    # `custom_jvp` refuses a body with effects, such as an ordered callback.
     run = moved if traced.effects else _with_rules_of(plain, moved)
     carry, ys = run(list(constants), start, xs)
     return tree.unflatten(carry), ys
@@ -189,12 +190,12 @@ def _is_array(x: Any) -> bool:
 
 
 def _moved_scan(
-    stacks: HostMoves, results: Sequence[Any], body: _Body, init: list[Any], xs: list[Any], how: dict[str, Any]
+    moves: HostMoves, results: Sequence[Any], body: _Body, init: list[Any], xs: list[Any], how: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Return the results of a scan that moves slices when `stacks` says.
+    """Return the results of a scan that moves slices when `moves` says.
 
     Args:
-        stacks: what it moves, and when.
+        moves: when it moves slices.
         results: the aval of each stacked result of one iteration.
         body: its body.
         init: the initial carry.
@@ -203,7 +204,7 @@ def _moved_scan(
     """
     length, reverse = how["length"], how["reverse"]
     waiting = max((k for k, x in enumerate(init) if _is_array(x)), key=lambda k: init[k].size)
-    fetched = {*stacks.now, *stacks.ahead}
+    fetched = {*moves.now, *moves.ahead}
 
     def fetch(k: int, index: Any) -> Any:
         one = lax.dynamic_index_in_dim(xs[k], index, keepdims=False, allow_negative_indices=False)
@@ -215,34 +216,34 @@ def _moved_scan(
 
     def step(state: tuple[Any, ...], x: list[Any]) -> tuple[tuple[Any, ...], list[Any]]:
         index, carry, made, held = state
-        found, fetch_index, carry = dict(zip(stacks.ahead, held, strict=True)), index, list(carry)
+        found, fetch_index, carry = dict(zip(moves.ahead, held, strict=True)), index, list(carry)
         if fetched:
             fetch_index, carry[waiting] = lax.optimization_barrier((index, carry[waiting]))
-        for k in stacks.now:
+        for k in moves.now:
             fetch_index, found[k] = lax.optimization_barrier((fetch_index, fetch(k, fetch_index)))
         carry, ys = body(carry, with_slices(found, x))
         next_fetch = jnp.maximum(fetch_index - 1, 0) if reverse else jnp.minimum(fetch_index + 1, length - 1)
         ahead = []
-        for k in stacks.ahead:
+        for k in moves.ahead:
             next_fetch, one = lax.optimization_barrier((next_fetch, fetch(k, next_fetch)))
             ahead.append(jnp.where(next_fetch >= 0, one, jnp.zeros_like(one)))
-        made = [lax.dynamic_update_index_in_dim(s, ys[k], index, 0) for s, k in zip(made, stacks.sent, strict=True)]
+        made = [lax.dynamic_update_index_in_dim(s, ys[k], index, 0) for s, k in zip(made, moves.sent, strict=True)]
         if made:
             made, carry[waiting] = lax.optimization_barrier((made, carry[waiting]))
         next_index = jnp.maximum(index - 1, 0) if reverse else index + 1
-        return (next_index, carry, made, ahead), [y for k, y in enumerate(ys) if k not in stacks.sent]
+        return (next_index, carry, made, ahead), [y for k, y in enumerate(ys) if k not in moves.sent]
 
     first = jnp.asarray(length - 1 if reverse else 0, jnp.int32)
-    held = [fetch(k, first) for k in stacks.ahead]
-    made = [_compat.empty_on_host((length, *results[k].shape), results[k].dtype) for k in stacks.sent]
+    held = [fetch(k, first) for k in moves.ahead]
+    made = [_compat.empty_on_host((length, *results[k].shape), results[k].dtype) for k in moves.sent]
     rest = [x for k, x in enumerate(xs) if k not in fetched]
     (_, carry, made, _), ys = lax.scan(step, (first, init, made, held), rest, **how)
-    own, others = dict(zip(stacks.sent, made, strict=True)), iter(ys)
+    own, others = dict(zip(moves.sent, made, strict=True)), iter(ys)
     return carry, [own[k] if k in own else next(others) for k in range(len(ys) + len(own))]
 
 
 def _with_rules_of(plain: Callable[..., Any], moved: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `moved` with the derivative and the batching rule of `plain`, which computes the same."""
+    """Return `moved` with the derivative and the batching rule of `plain`, which has the same results."""
     mapped = custom_vmap(moved)
 
     @mapped.def_vmap

@@ -156,7 +156,7 @@ _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 _ABNORMAL_LOSSES = "AXLearn reports abnormal losses"
 
 # `full-memory` is tried for plans that take at least this share of the memory. Source:
-# `benchmarks/memory_pressure.py --show`. On v5e, gathers are hidden at 85 % without the set, and none is at 93 %.
+# `benchmarks/memory_pressure.py --show`. Without the set, a v5e hides gathers at 85 % of the memory, and none at 93 %.
 _ALMOST_FULL = 0.85
 
 
