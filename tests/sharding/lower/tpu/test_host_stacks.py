@@ -142,6 +142,7 @@ def test_the_program_says_when_slices_move():
     assert count(forward, "dynamic_update_slice") == 2 and count(forward, "dynamic_slice") == 0
     assert count(backward, "dynamic_slice") == 3 and count(backward, "dynamic_update_slice") == 0
     assert count(backward, "optimization_barrier") == 4  # one for the carry, and one for each fetch
+    assert count(backward, "select_n") == 3  # each copies a slice into the buffer of the carry
 
 
 @pytest.mark.parametrize("reverse", [False, True])
