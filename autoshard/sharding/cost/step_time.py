@@ -50,6 +50,7 @@ from autoshard.sharding.cost.collectives import (
     step_cost,
 )
 from autoshard.sharding.cost.delayed_gradients import held_until
+from autoshard.sharding.cost.delayed_kernels import ends_of_bodies, held_for_kernels
 from autoshard.sharding.cost.equivalence_classes import (
     OperatorClass,
     SharedOperands,
@@ -167,6 +168,9 @@ class CostModel:
             held_bytes, inside = price.held_bytes, _NONE
             if price.inside is not None:
                 held_bytes, inside = self._held_inside(each, price, price.inside)
+                if delayed := self._delayed(each, inside):
+                    read_bytes = price.inside.read_for(delayed)
+                    buffers["delayed", number] = held_for_kernels(read_bytes, each.members, self._ends_of_bodies)
             if held_bytes:
                 buffers["opaque", number] = LiveBuffers(held_bytes, each.members, each.members)
             for move in price.moves:
@@ -294,6 +298,13 @@ class CostModel:
                 gathered[move.array] += move.local_bytes + move.wire_bytes
         return memory.peak_with(gathered, scattered), frozenset([*gathered, *(-1 - n for n in scattered)])
 
+    def _delayed(self, each: OperatorClass, moved: frozenset[int]) -> list[int]:
+        """Return the results whose kernels run at the end of the loop's body (`delayed_kernels`)."""
+        is_asynchronous = self.target.platform == "tpu" and "reduce-scatter" in self.target.chip.hides
+        if not is_asynchronous or each.reduced_at is not each.members:
+            return []
+        return [-1 - n for n in moved if n < 0 and each.op.results[-1 - n] in self.roles.gradients]
+
     def _is_gathered_for_one(self, each: OperatorClass, operand: int) -> bool:
         """Whether an operand is gathered when the operator begins, and nothing else takes the gathered value."""
         if (self.gather == SEQUENTIAL or self.early is not None) and self._is_state(each.op.operands[operand]):
@@ -338,6 +349,10 @@ class CostModel:
     @cached_property
     def _held_until(self) -> np.ndarray:
         return held_until(self.axes.program)
+
+    @cached_property
+    def _ends_of_bodies(self) -> np.ndarray:
+        return ends_of_bodies(self.axes.program)
 
     @cached_property
     def _state_values(self) -> set[int]:
