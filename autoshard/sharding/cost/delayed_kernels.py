@@ -4,13 +4,17 @@ XLA's latency-hiding scheduler orders a body from the end, and takes the end of 
 anything else (https://github.com/openxla/xla/blob/main/xla/service/latency_hiding_scheduler.cc). Only the stack of all
 iterations takes a gradient that is reduce-scattered. So the reduce-scatters of all layers of a body come last, and the
 products that make these gradients run beside them, one after another. What the products read is held until then, also
-while the body computes the gradients of its other layers.
+while the body computes the gradients of its other layers. In straight code, too, an asynchronous reduce-scatter runs
+behind the loop that comes before its end, so the whole sum of the gradient of a head is held over the backward pass
+(`delayed_gradients.held_until`).
 
 Compiled with libtpu 0.0.42.1:
 
     mixtral-8x22b on v5p:4x8x8   a body of four layers holds the tokens, the hidden units and their gradients of three
                                  layers, 3.75 GiB each, while it computes the gradients of the experts of the fourth
     gpt-oss-120b on v5p:4x8x8    so does a body of two layers for one
+    gpt-oss-20b on v5p:4x8x8     the gradient of the head is computed before the loop of the backward pass and scattered
+                                 after it: 1.1 GiB. So is that of mixtral-8x22b.
     v6e:2x4                      reduce-scatters are synchronous. Each product runs where the program has it. So it does
                                  on v5p:2x2x2 without reductions on the SparseCores.
 """

@@ -116,6 +116,7 @@ class CostModel:
             fusion = replace(fusion, rounded=frozenset())
         self.fusion, self.distinct, self.gather, self.synchronous = fusion, distinct, gather, synchronous
         self.early = EarlyGathers(axes, roles, target) if gather == PREFETCH else None
+        self._scatters_late = target.platform == "tpu" and "reduce-scatter" in target.chip.hides  # `delayed_kernels`
         self.classes = operator_classes(axes, roles, fusion, distinct)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
@@ -189,7 +190,7 @@ class CostModel:
                             gathered.setdefault(key, found)
                 elif move.kind == "reduce-scatter" and (new is each.members or each.waiting):
                     is_sliced = assignment.links(move.kind, axes).kind == "all-reduce"
-                    last = self._held_until[new] if is_sliced else new
+                    last = self._held_until[new] if is_sliced or self._scatters_late else new
                     buffers["reduced", number, move.array] = LiveBuffers(move.local_bytes, new, last)
                 if move.array < 0 and each.waiting:
                     first, last = np.array(each.waiting).T
@@ -300,8 +301,7 @@ class CostModel:
 
     def _delayed(self, each: OperatorClass, moved: frozenset[int]) -> list[int]:
         """Return the results whose kernels run at the end of the loop's body (`delayed_kernels`)."""
-        is_asynchronous = self.target.platform == "tpu" and "reduce-scatter" in self.target.chip.hides
-        if not is_asynchronous or each.reduced_at is not each.members:
+        if not self._scatters_late or each.reduced_at is not each.members:
             return []
         return [-1 - n for n in moved if n < 0 and each.op.results[-1 - n] in self.roles.gradients]
 
