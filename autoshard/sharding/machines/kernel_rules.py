@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autoshard.kernels.block_choice import BlockRules, Shape
-from autoshard.kernels.constants import SCOPED_VMEM_BYTES
 from autoshard.kernels.splash_blocks import SplashBlocks
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
 from autoshard.sharding.machines.device_mesh import MeshLike, find_machine
+from autoshard.sharding.machines.on_chip_memory import VMEM_OPTION, scoped_bytes
 from autoshard.sharding.machines.option_requests import Part
 
 Blocks = Mapping[str, tuple[int, ...]]
-VMEM_OPTION = "xla_tpu_scoped_vmem_limit_kib"
 
 
 def block_rules(
@@ -32,11 +31,9 @@ def block_rules(
     """
     old = tuple((read_shape(text), read_blocks(sizes)) for text, sizes in (kept or {}).items())
     chip = find_machine(mesh, target, request).target.chip
-    limit = str(chip.options.get(VMEM_OPTION, ""))
-    if chip.platform != "tpu" or not limit.isdigit():
+    if chip.platform != "tpu" or not str(chip.options.get(VMEM_OPTION, "")).isdigit():
         return BlockRules(kept=old) if old else None
-    # A kernel cannot use more than there is.
-    size = min(float(limit) * 1024, chip.on_chip_bytes or float(SCOPED_VMEM_BYTES))
+    size = scoped_bytes(chip)
     flops, bandwidth = chip.flops * chip.efficiency, chip.memory_bandwidth * BANDWIDTH_REACHED
     return BlockRules(size, flops, chip.vector_ops, bandwidth, old)
 

@@ -31,6 +31,7 @@ from autoshard.sharding.layout.operator_sharding import strategy_for_specs
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, shard_types
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
 from autoshard.sharding.machines.kernel_time import declared_us
+from autoshard.sharding.machines.on_chip_memory import array_bytes
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import masked_groups, matmul_flops
@@ -244,7 +245,7 @@ class OperatorPrices:
 
     def _transfer_us(self, shards: Sequence[tuple[float, float]]) -> float:
         """Return the microseconds in which these shards, as (bytes, `Fusion.on_chip`), are read or written."""
-        on_chip_bytes = self.target.chip.on_chip_bytes * ON_CHIP_SHARE
+        on_chip_bytes = array_bytes(self.target.chip) * ON_CHIP_SHARE
         total = sum([size for size, on_chip in shards if size > on_chip_bytes * on_chip])
         return total / (self.target.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
 
