@@ -35,7 +35,7 @@ ON_CHIP_OPS = 64
 
 # Values of one block stay in on-chip memory if together they fill at most this fraction of what there is for arrays
 # (`machines.on_chip_memory`). Source: chosen, not measured.
-ON_CHIP_SHARE = 0.57
+ON_CHIP_SHARE = 0.58
 
 # Number of operators after which two products that take the same value are in different passes. Compiled for v5e
 # (libtpu 0.0.42), steps with layers in straight code compute norms and gelu again in the products of the backward pass.
