@@ -9,7 +9,7 @@ operator runs. A gathered value is kept from the first operator that needs it to
 of a loop are updated in place, its initial value too if only the loop takes it. On a TPU, a loop has two buffers for
 each value that an iteration copies from the host, because the copy for the next iteration runs at the same time. Some
 values share the buffer of another one (`reused_buffers`), and values that XLA merges with equal ones are kept once
-(`ir.merged_recomputation`). On GPUs some products run later than the program says (`delayed_gradients`), and stacks of
+(`ir.merged_recomputation`). On GPUs some products run later than the program says (`delays`), and stacks of
 parameters have a transposed copy (`gathers.transposed_stacks`). On TPUs, parameters that are gathered after their
 update are held until the end (`gathers.gathered_updates`), and gathered nodes of a graph stay whole
 (`gathers.whole_rows`). Values in host memory take no memory of the device (`host_bytes`); there, a loop moves each
@@ -30,7 +30,7 @@ from autoshard import _compat
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.collectives import LiveBuffers
-from autoshard.sharding.cost.delayed_gradients import last_operator, points
+from autoshard.sharding.cost.delays.delayed_gradients import last_operator, points
 from autoshard.sharding.cost.equivalence_classes import ValueClasses, distinctly_fixed, value_classes
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.gathers.gathered_updates import gathered_updates, updates

@@ -49,8 +49,8 @@ from autoshard.sharding.cost.collectives import (
     is_hidden_on,
     step_cost,
 )
-from autoshard.sharding.cost.delayed_gradients import held_until
-from autoshard.sharding.cost.delayed_kernels import ends_of_bodies, held_for_kernels
+from autoshard.sharding.cost.delays.delayed_gradients import held_until
+from autoshard.sharding.cost.delays.delayed_kernels import ends_of_bodies, held_for_kernels
 from autoshard.sharding.cost.equivalence_classes import (
     OperatorClass,
     SharedOperands,

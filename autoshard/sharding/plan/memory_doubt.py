@@ -31,8 +31,8 @@ MEMORY_ERROR = 0.05
 # at 96 %. The step that keeps values, with the scheduler allowed all of the memory, takes 14 % longer at 95 %.
 FULL_SHARE = 0.95
 
-# Relative time that a step then loses. Source: `benchmarks/memory_pressure.py`, by the roofline, mean of the variants at
-# their two largest shares (0.05 to 0.28), rounded up.
+# Relative time that a step then loses. Source: `benchmarks/memory_pressure.py`, by the roofline: the mean of the
+# variants at their two largest shares is 0.14 (0.05 to 0.28), rounded up.
 SLOWDOWN_WITHOUT_MEMORY = 0.16
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from autoshard.sharding.cost.collectives import LiveBuffers
-from autoshard.sharding.cost.delayed_gradients import last_operator
+from autoshard.sharding.cost.delays.delayed_gradients import last_operator
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.spmdrules.core.placement import axes_of

@@ -7,7 +7,7 @@ import pytest
 from autoshard import plan
 from autoshard.models.dropless.operators import experts
 from autoshard.models.workloads import workload
-from autoshard.sharding.cost.delayed_kernels import ends_of_bodies
+from autoshard.sharding.cost.delays.delayed_kernels import ends_of_bodies
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.spmdrules.ir.program import build
 from autoshard.train.program.build import workload_step

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
-from autoshard.sharding.cost.delayed_gradients import held_until, points
+from autoshard.sharding.cost.delays.delayed_gradients import held_until, points
 from autoshard.spmdrules.ir.program import build
 
 ROWS, WIDTH, CLASSES = 64, 16, 32

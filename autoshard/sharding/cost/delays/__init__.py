@@ -1,0 +1,1 @@
+"""Operators that the compilers run later than the program has them."""
