@@ -26,8 +26,8 @@ MOST_PRICED = 6
 values. Chosen, not measured."""
 
 PRICED_FITTING = 2
-"""Pricing ends when this many of the priced variants fit the memory under the strategy of their additive price. Chosen,
-not measured."""
+"""Pricing ends when this many of the priced variants fit the memory, with some to spare (`memory_doubt`), under the
+strategy of their additive price. Chosen, not measured."""
 
 WORTH_PRICING = 1.005
 """A variant is priced if its additive price is at most this many times the best price so far. Chosen, not measured."""

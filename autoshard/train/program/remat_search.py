@@ -7,7 +7,8 @@ planning one takes seconds. So only a few are planned:
    of microbatches. `none`, `dots`, and each named value alone on the host are priced under the best of these
    strategies. A price needs a trace, but no search.
 2. All choices, and mixes of two policies that alternate over the layers, are priced from the probes (`remat_choice`).
-3. The most promising ones that seem to fit are priced themselves, under the same strategies, until enough of them fit.
+3. The most promising ones that seem to fit are priced themselves, under the same strategies, until enough of them fit
+   without filling the memory almost.
    What the additive price gets wrong about memory, and about the time of mixes, is learned on the way.
 4. The best ones are planned, each with a search over all strategies. If none fits, the next ones are.
 
@@ -286,7 +287,7 @@ def _best_priced(probes: _Probes) -> tuple[list[Priced], list[Priced]]:
             guesses.learn(guess, as_guessed)
             if priced.peak_bytes <= probes.limit:
                 fitting.append(priced)
-                found += as_guessed.peak_bytes <= probes.limit
+                found += not almost_fills(as_guessed.peak_bytes, probes.limit)
                 most = min(most, priced.score_us * constants.WORTH_PRICING)
             else:
                 others.append(priced)

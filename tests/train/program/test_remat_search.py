@@ -239,6 +239,35 @@ def test_variants_that_fit_only_under_slower_strategies_do_not_end_the_pricing()
     assert min(fitting, key=lambda each: each.time_us) == Priced("keep:mlp_in", 1, 8.0, 90.0, limit_bytes=100.0)
 
 
+def test_variants_that_almost_fill_the_memory_do_not_end_the_pricing():
+    """Two variants need more memory than guessed: they just fit, and are ranked as slow. The third has some to spare."""
+    needed = {"keep:qkv": 99.5, "keep:context": 99.0, "keep:mlp_in": 60.0}
+
+    def prices(remat: str, microbatches: int) -> Any:
+        return SimpleNamespace(of=lambda strategies: {"fsdp:8": StrategyPrice(8.0, needed[remat])})
+
+    probes: Any = SimpleNamespace(
+        limit=100.0, host_limit=math.inf, offloads=False, strategies=["fsdp:8"], prices=prices,
+        space=SimpleNamespace(host=()),
+        known=lambda: [Priced("full", 1, 10.0, 50.0)],
+        estimated=lambda: [
+            Priced(remat, 1, 8.0, peak, limit_bytes=100.0, strategy="fsdp:8")
+            for remat, peak in (("keep:qkv", 50.0), ("keep:context", 55.0), ("keep:mlp_in", 60.0))
+        ],
+    )  # fmt: skip
+    probes.best = partial(remat_search._Probes.best, probes)
+    fitting, _ = remat_search._best_priced(probes)
+    assert min(fitting, key=lambda each: each.score_us).remat == "keep:mlp_in"
+
+
+def test_memory_that_was_underestimated_counts_in_the_score_of_later_guesses():
+    guesses = Guesses(limit=100.0, host_limit=math.inf)
+    guess = Priced("host:qkv", 1, 1.0, 80.0, limit_bytes=100.0)
+    assert guesses.score_us(guess) == 1.0
+    guesses.learn(guess, replace(guess, peak_bytes=99.0))
+    assert guesses.fits(guess) and guesses.score_us(guess) > 1.1
+
+
 def test_guesses_that_do_not_fit_the_host_are_not_tried():
     """The search skips a choice that exceeds the host's memory, and takes the fastest one that fits."""
     guesses = Guesses(limit=100.0, host_limit=50.0)
