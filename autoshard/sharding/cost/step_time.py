@@ -190,7 +190,8 @@ class CostModel:
                             gathered.setdefault(key, found)
                 elif move.kind == "reduce-scatter" and (new is each.members or each.waiting):
                     is_sliced = assignment.links(move.kind, axes).kind == "all-reduce"
-                    last = self._held_until[new] if is_sliced or self._scatters_late else new
+                    late = self._scatters_late and self._is_prefetchable(each.op, move)
+                    last = self._held_until[new] if is_sliced or late else new
                     buffers["reduced", number, move.array] = LiveBuffers(move.local_bytes, new, last)
                 if move.array < 0 and each.waiting:
                     first, last = np.array(each.waiting).T

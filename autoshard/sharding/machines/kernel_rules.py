@@ -31,7 +31,7 @@ def block_rules(
     """
     old = tuple((read_shape(text), read_blocks(sizes)) for text, sizes in (kept or {}).items())
     chip = find_machine(mesh, target, request).target.chip
-    if chip.platform != "tpu" or not str(chip.options.get(VMEM_OPTION, "")).isdigit():
+    if chip.platform != "tpu" or not str(chip.options.get(VMEM_OPTION, "")).isdecimal():
         return BlockRules(kept=old) if old else None
     size = scoped_bytes(chip)
     flops, bandwidth = chip.flops * chip.efficiency, chip.memory_bandwidth * BANDWIDTH_REACHED

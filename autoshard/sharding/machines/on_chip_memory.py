@@ -21,17 +21,20 @@ def scoped_bytes(chip: Chip) -> float:
     Operators cannot use more than there is.
     """
     limit = str(chip.options.get(VMEM_OPTION, ""))
-    size = float(limit) * 1024 if limit.isdigit() else float(SCOPED_VMEM_BYTES)
-    return min(size, chip.on_chip_bytes or float(SCOPED_VMEM_BYTES))
+    size = float(limit) * 1024 if limit.isdecimal() else float(SCOPED_VMEM_BYTES)
+    return min(size, chip.vector_memory_bytes or chip.on_chip_bytes or float(SCOPED_VMEM_BYTES))
 
 
 def array_bytes(chip: Chip) -> float:
     """Return the bytes of on-chip memory in which whole arrays can be kept; 0 if there is none.
 
+    That is at most `Chip.on_chip_bytes`, and all of it if the size of the vector memory is unknown.
+
     >>> from autoshard.sharding.machines.chips import CHIPS
     >>> {name: array_bytes(CHIPS[name]) / 2**20 for name in ("v4", "v5e", "v5p", "v6e", "tpu7x", "h100")}
     {'v4': 128.0, 'v5e': 112.0, 'v5p': 32.0, 'v6e': 32.0, 'tpu7x': 16.0, 'h100': 0.0}
     """
-    if chip.on_chip_bytes > _MOST_CORES * chip.vector_memory_bytes:
+    has_own_memory = chip.on_chip_bytes > _MOST_CORES * chip.vector_memory_bytes  # as v4 has
+    if has_own_memory or not chip.vector_memory_bytes:
         return chip.on_chip_bytes
-    return max(chip.vector_memory_bytes - scoped_bytes(chip), 0.0)
+    return max(min(chip.on_chip_bytes, chip.vector_memory_bytes - scoped_bytes(chip)), 0.0)

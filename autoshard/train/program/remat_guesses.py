@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
-from autoshard.sharding.plan.memory_doubt import almost_fills
 from autoshard.train.program.remat_space import Priced
 
 
@@ -37,8 +35,7 @@ class Guesses:
 
     def score_us(self, guess: Priced) -> float:
         """The corrected score."""
-        corrected = replace(guess, peak_bytes=guess.peak_bytes + self.margins[guess.is_mix])
-        return corrected.score_us * (self.mix_factor if guess.is_mix else 1.0)
+        return guess.score_us * (self.mix_factor if guess.is_mix else 1.0)
 
     def is_worth(self, guess: Priced, most_us: float) -> bool:
         """Whether a guess seems to fit, with a score of at most `most_us`."""
@@ -56,8 +53,8 @@ class Guesses:
         if math.isinf(priced.peak_bytes):  # the host's memory is full
             self.host_factor = max(self.host_factor, priced.host_bytes / max(guess.host_bytes, 1.0))
             return
-        is_mix = guess.is_mix
-        if almost_fills(priced.peak_bytes, self.limit):
+        if priced.peak_bytes > self.limit:
+            is_mix = guess.is_mix
             self.margins[is_mix] = max(self.margins[is_mix], priced.peak_bytes - guess.peak_bytes)
-        if is_mix and priced.peak_bytes <= self.limit:
+        elif guess.is_mix:
             self.mix_factor = max(self.mix_factor, priced.time_us / guess.time_us)

@@ -52,7 +52,7 @@ class Priced:
         peak_bytes: peak memory of a device.
         host_us: microseconds in which the link to the host is busy.
         host_bytes: bytes that wait on the host at a time; more than 0 if any values do.
-        limit_bytes: memory that a device has; infinite if there is no limit.
+        full_bytes: the peak memory from which on the program is slow (`memory_doubt`); infinite if there is none.
         strategy: the strategy; empty if it is that which suits the variant best.
     """
 
@@ -62,7 +62,7 @@ class Priced:
     peak_bytes: float
     host_us: float = 0.0
     host_bytes: float = 0.0
-    limit_bytes: float = math.inf
+    full_bytes: float = math.inf
     strategy: str = ""
 
     @property
@@ -81,7 +81,7 @@ class Priced:
 
         A part of the time on the link counts as exposed, and memory close to the limit counts as in `memory_doubt`.
         """
-        return ranked_us(self.time_us + constants.HOST_DOUBT * self.host_us, self.peak_bytes, self.limit_bytes)
+        return ranked_us(self.time_us + constants.HOST_DOUBT * self.host_us, self.peak_bytes, self.full_bytes)
 
     @property
     def keywords(self) -> dict[str, Any]:

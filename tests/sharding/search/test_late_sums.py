@@ -42,7 +42,7 @@ class Made:
         chosen, time, peak = candidates[0]
         estimate = SimpleNamespace(step_time_us=time, peak_memory_bytes=peak)
         self.plan = SimpleNamespace(
-            estimate=estimate, fits=True, chosen=chosen, candidates=candidates, limit_bytes=LIMIT
+            estimate=estimate, fits=True, chosen=chosen, candidates=candidates, limit_bytes=LIMIT, full_bytes=LIMIT
         )
         self.groups = groups
 
@@ -80,9 +80,9 @@ def test_candidates_have_their_times_without_groups_or_with_them(grouped_us, fas
     assert first.candidates[0][0] == first.chosen == fastest
 
 
-@pytest.mark.parametrize(("grouped_bytes", "fastest"), [(90.0, "dp:4"), (100.0, "fsdp:4")])
+@pytest.mark.parametrize(("grouped_bytes", "fastest"), [(94.0, "dp:4"), (100.0, "fsdp:4")])
 def test_groups_that_almost_fill_the_memory_count_as_slower(grouped_bytes, fastest):
-    """The groups are 5 % faster. If they fill the memory, they are ranked as 16 % slower."""
+    """The groups are 5 % faster. If they fill the memory, they are ranked as 8 % slower."""
     (first, _) = searches(Groups(2, 600.0), grouped_us=950.0, grouped_bytes=grouped_bytes)[1]
     assert first.chosen == fastest
 

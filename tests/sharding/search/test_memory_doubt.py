@@ -22,13 +22,13 @@ from autoshard.train.program.remat_space import Priced
 
 def candidate(time: float, peak: float, limit: float) -> Any:
     return SimpleNamespace(
-        cost=SimpleNamespace(step_time_us=time), peak_bytes=peak, limit=limit, fits=lambda most: peak <= most
+        cost=SimpleNamespace(step_time_us=time), peak_bytes=peak, full_bytes=limit, fits=lambda most: peak <= most
     )
 
 
-@pytest.mark.parametrize(("limit", "chosen"), [(105.0, 0), (100.0, 0), (97.0, 1), (92.0, 1), (90.0, 1), (89.0, 1)])
+@pytest.mark.parametrize(("limit", "chosen"), [(100.0, 0), (95.0, 0), (92.0, 1), (90.0, 1), (89.0, 1)])
 def test_a_slightly_slower_plan_with_memory_to_spare_is_chosen(limit, chosen, monkeypatch):
-    """The plan of 90 bytes is 3 % faster. It almost fills 97 bytes of memory."""
+    """The plan of 90 bytes is 3 % faster. It almost fills 92 bytes of memory."""
     monkeypatch.setattr(layout_search, "best_assigned", lambda candidate, cost: candidate)
     no_cost: Any = None
     every = [candidate(100.0, 90.0, limit), candidate(103.0, 50.0, limit)]
@@ -42,10 +42,18 @@ def test_the_search_ranks_by_the_memory_that_the_user_gives():
     args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
     made = autoshard.plan(lambda w, x: jnp.tanh(x @ w).sum(), *args, target="v5e:2x4", memory_limit_bytes=2**28)
     best, others = bound_or_error(made.bound).problem.search({}, {}, None)
-    assert {each.limit for each in (best, *others)} == {2**28}
+    assert {each.full_bytes for each in (best, *others)} == {2**28}
 
 
-@pytest.mark.parametrize(("limit", "chosen"), [(100, 0), (97, 1)])
+@pytest.mark.parametrize(("target", "share"), [("v5e:2x4", 0.95), ("h100:8", 1.0)])
+def test_a_tpu_is_full_before_all_of_its_memory_is_used(target, share):
+    """A plan says from which peak on its program may be slow. On a GPU, that is the limit."""
+    args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    made = autoshard.plan(lambda w, x: jnp.tanh(x @ w).sum(), *args, target=target)
+    assert made.full_bytes == pytest.approx(share * made.limit_bytes)
+
+
+@pytest.mark.parametrize(("limit", "chosen"), [(95, 0), (92, 1)])
 def test_layouts_of_a_requested_strategy_are_compared_with_the_doubt(limit, chosen, monkeypatch):
     args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
     step = jax.grad(lambda w, x: jnp.tanh(x @ w).sum())
@@ -64,23 +72,23 @@ def test_layouts_of_a_requested_strategy_are_compared_with_the_doubt(limit, chos
 def bound(time: float, peak: float, fits: bool = True, chosen: str = "fsdp:8") -> Any:
     estimate = SimpleNamespace(step_time_us=time, peak_memory_bytes=peak)
     plan = SimpleNamespace(
-        estimate=estimate, limit_bytes=100.0, fits=fits, fits_host=True, chosen=chosen, candidates=()
+        estimate=estimate, limit_bytes=100.0, full_bytes=100.0, fits=fits, fits_host=True, chosen=chosen, candidates=()
     )
     made = SimpleNamespace(plan=plan)
     made.where = lambda **changes: made
     return made
 
 
-@pytest.mark.parametrize(("lean_us", "chosen"), [(103.0, 1), (115.0, 0)])
+@pytest.mark.parametrize(("lean_us", "chosen"), [(103.0, 1), (107.0, 0)])
 def test_variants_are_compared_with_the_doubt(lean_us, chosen, monkeypatch):
-    """A plan at 98 % of the memory counts as 13 % slower."""
+    """A plan at 98 % of the memory counts as 4.8 % slower."""
     monkeypatch.setattr("autoshard.sharding.planner.variants.variant_table", lambda bound, choice, made: bound)
     tight, lean = bound(100.0, 98.0), bound(lean_us, 60.0)
     assert fastest([({"a": 1}, tight), ({"a": 2}, lean)]) is (tight, lean)[chosen]
 
 
 def test_offloads_are_compared_with_the_doubt():
-    """Values go to the host if that gains at least 10 %: here 7 % by the time, and 13 % by the memory."""
+    """Values go to the host if that gains at least 10 %: here 7 % by the time, and 4.8 % by the memory."""
     plain, lean = bound(100.0, 98.0), bound(93.0, 60.0)
     assert offload_choice._best((plain, []), [(lean, [])])[0] is lean
     assert offload_choice._best((bound(100.0, 90.0), []), [(lean, [])])[0] is not lean
@@ -106,9 +114,9 @@ def test_numbers_of_stages_are_compared_with_the_doubt():
 
 
 def test_mixes_are_made_of_policies_that_almost_fill_the_memory():
-    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=4), limit=100.0)
-    strict = Priced("full", 1, 10.0, 40.0, limit_bytes=100.0)
+    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=4), limit=100.0, full=100.0)
+    strict = Priced("full", 1, 10.0, 40.0, full_bytes=100.0)
     for peak, expected in ((90.0, False), (97.0, True), (130.0, True)):
-        light = Priced("none", 1, 8.0, peak, limit_bytes=100.0)
+        light = Priced("none", 1, 8.0, peak, full_bytes=100.0)
         assert bool(remat_search._Probes._mixes(probes, [light, strict])) == expected
-    assert replace(strict, peak_bytes=100.0).score_us == pytest.approx(1.16 * strict.score_us)
+    assert replace(strict, peak_bytes=100.0).score_us == pytest.approx(1.08 * strict.score_us)

@@ -30,7 +30,8 @@ def searched() -> Plan:
     """Search the plans of two variants on a torus, some of which do not fit."""
     plan = autoshard.plan(step, *shapes(), target="v5e:2x4", donate_argnums=0, variants={"twice": [False, True]})
     peaks = sorted(t.peak_bytes for each in plan.history for t in each.tried)
-    return plan.where(limit_bytes=max(peaks[len(peaks) * 2 // 3], plan.estimate.peak_memory_bytes))
+    limit = max(peaks[len(peaks) * 2 // 3], plan.estimate.peak_memory_bytes)
+    return plan.where(limit_bytes=limit, full_bytes=limit)
 
 
 @cache
