@@ -114,7 +114,7 @@ def test_numbers_of_stages_are_compared_with_the_doubt():
 
 
 def test_mixes_are_made_of_policies_that_almost_fill_the_memory():
-    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=4), limit=100.0, full=100.0)
+    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=4), limit=100.0, full_bytes=100.0)
     strict = Priced("full", 1, 10.0, 40.0, full_bytes=100.0)
     for peak, expected in ((90.0, False), (97.0, True), (130.0, True)):
         light = Priced("none", 1, 8.0, peak, full_bytes=100.0)

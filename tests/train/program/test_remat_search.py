@@ -226,7 +226,7 @@ def test_variants_that_fit_only_under_slower_strategies_do_not_end_the_pricing()
         return SimpleNamespace(of=lambda strategies: found)
 
     probes: Any = SimpleNamespace(
-        limit=100.0, full=100.0, host_limit=math.inf, offloads=False, strategies=["fast", "slow"], prices=prices,
+        limit=100.0, full_bytes=100.0, host_limit=math.inf, offloads=False, strategies=["fast", "slow"], prices=prices,
         space=SimpleNamespace(host=()),
         known=lambda: [Priced("full", 1, 10.0, 50.0)],
         estimated=lambda: [
@@ -250,7 +250,7 @@ def priced_in_turn(needed: dict[str, tuple[float, float, float]]) -> tuple[list[
         return SimpleNamespace(of=lambda strategies: {"fsdp:8": StrategyPrice(time, peak)})
 
     probes: Any = SimpleNamespace(
-        limit=100.0, full=100.0, host_limit=math.inf, offloads=False, strategies=["fsdp:8"], prices=prices,
+        limit=100.0, full_bytes=100.0, host_limit=math.inf, offloads=False, strategies=["fsdp:8"], prices=prices,
         space=SimpleNamespace(host=()),
         known=lambda: [Priced("full", 1, 10.0, 50.0)],
         estimated=lambda: [
@@ -328,7 +328,7 @@ def trained(remat: str, strategy: str | None) -> Any:
 def test_layers_that_offload_come_last_in_a_mix(light):
     """A loop sends a value until its next iteration computes it again: the later in the body, the longer."""
     pure = [Priced(light, 1, 10.0, 100.0, host_bytes=9.0 * light.startswith("host")), Priced("full", 1, 14.0, 20.0)]
-    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=80), limit=50.0, full=50.0)
+    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=80), limit=50.0, full_bytes=50.0)
     found = [each.remat for each in remat_search._Probes._mixes(probes, pure)]
     parts: Any = SimpleNamespace(price_mix=lambda *_: (1.0, 1.0, 1.0), host_bytes=lambda *_: 9.0, microbatches=1)
     probes = SimpleNamespace(space=SimpleNamespace(layers=80))
@@ -345,7 +345,7 @@ def test_mixes_are_made_of_policies_for_all_layers():
         Priced("host:qkv,host:qkv,full", 1, 12.0, 40.0, host_bytes=9.0),
         Priced("full", 1, 14.0, 20.0),
     ]
-    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=80), limit=50.0, full=50.0)
+    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=80), limit=50.0, full_bytes=50.0)
     found = remat_search._Probes._mixes(probes, pure)
     assert found and all(80 % len(each.remat.split(",")) == 0 for each in found)
     assert {name for each in found for name in each.remat.split(",")} == {"none", "full"}
