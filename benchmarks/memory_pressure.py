@@ -106,13 +106,18 @@ def compiled(store: Store) -> None:
 
 
 def show(store: Store) -> None:
-    """Print the stored rows. The share of the compiler counts all arguments and temporaries."""
-    table = Table("row", "compiler's share", *(f"{measure} ms" for measure in MEASURES), "exposed ms", "result")
+    """Print the stored rows. `allocated` and `peak` are the compiler's, as shares of the memory.
+
+    `allocated` counts all arguments and temporaries. They are not all in use at the same time.
+    """
+    steps = [f"{measure} ms" for measure in MEASURES]
+    table = Table("variant, planned share", "allocated", "peak", *steps, "exposed ms", "result")
     for row in store.rows:
         steps = [f"{row.step[measure] * 1e3:.0f}" if row.step else "" for measure in MEASURES]
-        share = f"{row.memory_bytes / row.limit_bytes:.3f}" if row.memory_bytes and row.limit_bytes else ""
+        sizes = row.memory_bytes, row.peak_bytes
+        shares = [f"{size / row.limit_bytes:.3f}" if size and row.limit_bytes else "" for size in sizes]
         exposed = f"{row.exposed['joined'] * 1e3:.0f}" if row.exposed else ""
-        table.add_row(row.side, share, *steps, exposed, row.kind)
+        table.add_row(row.side, *shares, *steps, exposed, row.kind)
     Console(width=120).print(table)
 
 

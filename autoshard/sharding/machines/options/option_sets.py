@@ -65,7 +65,7 @@ on v5e (278 s with 98304 KiB), on two busy cores. The recipes on which the effic
 calibrated (`benchmarks/recipe_calibration.py`) have large limits, too: 98304 KiB, and 61440 on tpu7x.
 
 With `full-memory` the scheduler may fill all of the memory. Without it, gathers become synchronous if the program needs
-more than a share of the memory, which is between 85 and 93 %. The set does not always make the step faster: a gathered
+more than a share of the memory, which is between 89 and 91 %. The set does not always make the step faster: a gathered
 weight in flight takes on-chip memory from the products beside it. On v5e, at 93 % of the memory, relative to the
 default sets (first row: `autoshard plan moe-2.4b --target v5e:4x4 --plan "dp:2 fsdp:8" --batch-size 256 --remat
 keep:context+mlp_in+mlp_out`; second row: `benchmarks/memory_pressure.py`):
@@ -156,7 +156,8 @@ _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 _ABNORMAL_LOSSES = "AXLearn reports abnormal losses"
 
 # `full-memory` is tried for plans that take at least this share of the memory. Source:
-# `benchmarks/memory_pressure.py --show`. Without the set, a v5e hides gathers at 85 % of the memory, and none at 93 %.
+# `benchmarks/memory_pressure.py --show`. Without the set, a v5e hides gathers up to 89 % of the memory, fewer at 91 %,
+# and none at 93 %.
 _ALMOST_FULL = 0.85
 
 
