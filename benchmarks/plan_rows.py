@@ -41,6 +41,7 @@ class Row:
         message: the compiler's message if it failed.
         step: seconds by `estimate.py`, by measure: cycles, roofline, joined.
         exposed: the exposed seconds of collectives and copies among these, by measure.
+        copies: the exposed seconds of copies among these, by measure; empty in rows of older versions.
         wire_bytes: bytes that a device sends.
         memory_bytes: arguments, results and temporaries.
         peak_bytes: the compiler's peak. For a program with values on the host, the size of the device's memory space.
@@ -64,6 +65,7 @@ class Row:
     message: str = ""
     step: Mapping[str, float] = field(default_factory=dict)
     exposed: Mapping[str, float] = field(default_factory=dict)
+    copies: Mapping[str, float] = field(default_factory=dict)
     wire_bytes: float = 0.0
     memory_bytes: float | None = None
     peak_bytes: float | None = None
@@ -168,7 +170,7 @@ class Store:
         if result.kind == "ok":
             step: Estimate = estimate(result.text, self.target, result.coordinates or None, result.memory)
             exposed = {name: step.exposed[name] + step.copies[name] for name in step.step}
-            figures = {"step": step.step, "exposed": exposed, "wire_bytes": step.wire_bytes}
+            figures = {"step": step.step, "exposed": exposed, "copies": step.copies, "wire_bytes": step.wire_bytes}
             figures |= {"memory_bytes": step.memory_bytes, "peak_bytes": step.peak_bytes}
             figures["limit_bytes"] = step.memory_limit
         elif result.kind == "oom":
@@ -213,7 +215,7 @@ def run_on_chips(
     compile_rows: Callable[[Store], None],
     show: Callable[[Store], None],
 ) -> None:
-    """Run the command line of a benchmark with one file of rows: compile and store them, then print them.
+    """Run the command line of a benchmark with one file of rows: compile and store the rows, then print them.
 
     Args:
         arguments: `--target`, `--timeout` and `--show`.

@@ -38,7 +38,7 @@ from autoshard.sharding.autotune.compiled_options import fastest_options
 from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS, MOST_TRIES, OVER_LIMIT, POOL_OF_KIND
 from autoshard.sharding.autotune.lessons import Lesson, Lessons, lesson_of
 from autoshard.sharding.layout.plan_request import is_request
-from autoshard.sharding.plan.memory_doubt import full_bytes_of, ranked_us
+from autoshard.sharding.plan.memory_doubt import ranked_us, usable_bytes_of
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.shortlist import without_near_duplicates
 from autoshard.sharding.planner.variants import PlannedVariant, fastest, variant_name, variant_table
@@ -203,10 +203,10 @@ def contenders(made: Sequence[PlannedVariant], limit: float) -> Iterator[tuple[s
             for strategy, us, peak in plan.candidates
             if strategy != plan.chosen and is_request(strategy)
         ]
-    full = full_bytes_of(made[0][1].plan)
+    usable = usable_bytes_of(made[0][1].plan)
     fitting = [each for each in every if each.peak_bytes <= limit]
     kinds: dict[str, list[Contender]] = {}
-    for each in sorted(fitting, key=lambda each: ranked_us(each.step_us, each.peak_bytes, full)):
+    for each in sorted(fitting, key=lambda each: ranked_us(each.step_us, each.peak_bytes, usable)):
         kinds.setdefault(each.kind, []).append(each)
     for kind, found in kinds.items():
         rows = without_near_duplicates([(each.step_us, each.peak_bytes, each) for each in found[:POOL_OF_KIND]])

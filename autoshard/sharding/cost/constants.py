@@ -33,8 +33,8 @@ PRODUCT_OPERAND_BYTES = 2
 # Number of operators after which a value has left on-chip memory. Source: chosen, not measured.
 ON_CHIP_OPS = 64
 
-# Values of one block stay in on-chip memory if together they fill at most this fraction of what there is for arrays
-# (`machines.on_chip_memory`). Source: chosen, so that on v5e they fill at most half of the vector memory.
+# Values of one block stay in on-chip memory if their total size is at most this fraction of the memory for arrays
+# (`machines.on_chip_memory`). Source: chosen. On v5e, this is half of the vector memory.
 ON_CHIP_SHARE = 0.58
 
 # Number of operators after which two products that take the same value are in different passes. Compiled for v5e

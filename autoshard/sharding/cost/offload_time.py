@@ -14,9 +14,10 @@ transfers of both directions. The compiler's own schedule of transfers is in the
 On GPUs nothing hides transfers, and the two directions take turns (`machines.constants.EXPOSED_TRANSFERS`): all of
 their time is exposed.
 
-Loops say themselves when slices move, so that all compute of an iteration hides transfers (`lower.tpu.host_stacks`). An
-iteration's slices come from the host during the iteration before, so nothing hides those of the first iteration. In the
-backward loop, these are what the last layer has just sent. Slices that come in their own iteration are priced alike.
+On TPUs, the program says when loops move slices, so that all compute of an iteration can hide them
+(`lower.tpu.host_stacks`). Slices are fetched one iteration ahead, so nothing hides the fetches for the first iteration.
+In the backward loop, these slices belong to the last layer, which has just sent them. Slices that are fetched in their
+own iteration have the same price.
 """
 
 from __future__ import annotations

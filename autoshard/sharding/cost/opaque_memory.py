@@ -10,7 +10,8 @@ Operands that are gathered for it, and results that are scattered after it, are 
     gathered operand   from the beginning of the operator to the last operator inside that takes it
     scattered result   whole only where it is made: it is scattered before the next one is made
 
-After the operator, what the products of some scattered results read is still held (`delayed_kernels`).
+XLA:TPU delays the products of some scattered results. Their operands stay in memory after the operator
+(`delays.delayed_kernels`).
 
 Compiled for tpu7x:2x2x4 (libtpu 0.0.42.1), `fsdp:32`: in the gradients of 256 SwiGLU experts of 7168 x 2048, the three
 gathered matrices are held from the beginning, each to its last product, and the three gradients one after another.
@@ -45,8 +46,8 @@ class OpaqueMemory:
         last_uses: for each operand, the last operator inside that needs it; -1 if none does.
         results: for each result, the operator inside that makes it, and the last one that needs it; -1 and -1 if it
             is an operand.
-        reads: for each result, the own values that the product reads that makes it, with their bytes; none if no
-            product makes it.
+        reads: for each result that a product computes, the bytes of each of the operator's own values that the product
+            reads; empty for other results.
         costs: the costs of the operators inside it that declare one.
     """
 
@@ -63,7 +64,7 @@ class OpaqueMemory:
         return max(self.held_bytes, default=0.0)
 
     def read_for(self, results: Iterable[int]) -> float:
-        """Return the bytes of own values that the products read that make some of the results."""
+        """Return the bytes of the operator's own values that the products of these results read."""
         return sum({v: size for each in results for v, size in self.reads[each].items()}.values())
 
     def peak_with(self, gathered: Mapping[int, float], scattered: Mapping[int, float]) -> float:

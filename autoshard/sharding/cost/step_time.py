@@ -217,7 +217,7 @@ class CostModel:
         return replace(cost, live_buffers=(*buffers.values(), *ahead))
 
     def repeated_us(self, layout: Layout) -> Mapping[str, float]:
-        """Return the time of repeated work in one step of a device: source line -> microseconds.
+        """Return the time that a device spends on work that other devices repeat: source line -> microseconds.
 
         A mesh axis divides the work of an operator if it shards a result or an operand. Sharded state does not count,
         because it is gathered before use. If `n` of `N` devices divide the work, each repeats the share `1 - n / N`.
@@ -301,7 +301,7 @@ class CostModel:
         return memory.peak_with(gathered, scattered), frozenset([*gathered, *(-1 - n for n in scattered)])
 
     def _delayed(self, each: OperatorClass, moved: frozenset[int]) -> list[int]:
-        """Return the results whose kernels run at the end of the loop's body (`delayed_kernels`)."""
+        """Return the results whose products XLA delays to the end of the loop body (`delayed_kernels`)."""
         if not self._scatters_late or each.reduced_at is not each.members:
             return []
         return [-1 - n for n in moved if n < 0 and each.op.results[-1 - n] in self.roles.gradients]

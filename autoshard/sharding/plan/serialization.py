@@ -30,7 +30,7 @@ _ABSENT_IF_EMPTY = (
     "kernels_word",
     "requested_options",
     "host_limit_bytes",
-    "full_bytes",
+    "usable_bytes",
     "kernel_blocks",
     "sequence",
     "microbatches",

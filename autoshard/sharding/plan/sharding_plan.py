@@ -82,7 +82,7 @@ class ShardingPlan:
         arguments: the names of its positional parameters, by which reports call its arguments.
         axis_sizes: logical axis -> its size in elements.
         limit_bytes: memory limit of one device; 0 if unknown or unlimited.
-        full_bytes: the peak memory from which on its program may be slow (`memory_doubt`); 0 if there is none.
+        usable_bytes: the memory that its program can use without a slowdown (`memory_doubt`); 0 if there is no limit.
         host_limit_bytes: the bytes of host memory that one device may use; 0 if unknown, or if the plan uses none.
         alone: estimated cost of the same step on one device that holds everything; None if unknown.
         variant: the static keywords that were chosen among `variants=`; empty without variants. A plan that was read
@@ -138,7 +138,7 @@ class ShardingPlan:
     arguments: tuple[str, ...] = ()
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: float = 0.0
-    full_bytes: float = 0.0
+    usable_bytes: float = 0.0
     host_limit_bytes: float = 0.0
     alone: Estimate | None = None
     variant: Mapping[str, Any] = field(default_factory=dict)

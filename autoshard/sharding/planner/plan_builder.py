@@ -99,7 +99,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         arguments=problem.traced.arguments,
         axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
         limit_bytes=problem.limit if math.isfinite(problem.limit) else 0.0,
-        full_bytes=best.full_bytes if math.isfinite(best.full_bytes) else 0.0,
+        usable_bytes=best.usable_bytes if math.isfinite(best.usable_bytes) else 0.0,
         host_limit_bytes=best.host_limit if best.host_bytes and math.isfinite(best.host_limit) else 0.0,
         offload=dict(problem.traced.offloaded),
         gather=problem.gather,

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoshard._shown import shown
 from autoshard.sharding.layout.plan_request import is_request
-from autoshard.sharding.plan.memory_doubt import full_bytes_of, ranked_us
+from autoshard.sharding.plan.memory_doubt import ranked_us, usable_bytes_of
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.constants import SAME_PROGRAM, SHORTLIST_POOL
 from autoshard.sharding.planner.variants import PlannedVariant, fastest, variant_table
@@ -59,7 +59,10 @@ def fastest_of_all(
         shortlist: how the candidates are compared.
         replan: plans the program of a plan again under another strategy; returns None if that raises an error.
     """
-    limit, full = made[0][1].plan.limit_bytes or math.inf, full_bytes_of(made[0][1].plan)  # the same for all variants
+    limit, usable = (
+        made[0][1].plan.limit_bytes or math.inf,
+        usable_bytes_of(made[0][1].plan),
+    )  # the same for all variants
     pool: list[Ranked] = []
     every: list[Ranked] = []
     for n, (_, bound) in enumerate(made):
@@ -68,7 +71,7 @@ def fastest_of_all(
         every += found
         pool += [each for each in found if each[1] <= limit and each[-1] != plan.chosen]
         pool.append((plan.estimate.step_time_us if plan.fits else math.inf, plan.estimate.peak_memory_bytes, n, None))
-    ranked = sorted(pool, key=lambda each: ranked_us(each[0], each[1], full))
+    ranked = sorted(pool, key=lambda each: ranked_us(each[0], each[1], usable))
     plans: list[BoundPlan] = []
 
     def add(n: int, strategy: str | None) -> None:

@@ -20,7 +20,7 @@ from autoshard.sharding.machines.device_mesh import MeshLike, find_machine, trac
 from autoshard.sharding.machines.kernel_rules import block_rules
 from autoshard.sharding.machines.option_requests import OptionRequest, read_request
 from autoshard.sharding.plan.gather_words import read_gather
-from autoshard.sharding.plan.memory_doubt import full_bytes
+from autoshard.sharding.plan.memory_doubt import usable_bytes
 from autoshard.sharding.plan.overlap_words import OverlapRequest, read_overlap
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.program.tracing import trace
@@ -102,9 +102,9 @@ class StrategyPrices:
         return self.problem.limit
 
     @property
-    def full_bytes(self) -> float:
-        """The peak memory from which on the program is slow (`memory_doubt`); infinite if there is none."""
-        return full_bytes(self.limit_bytes, self.problem.machine.target.chip)
+    def usable_bytes(self) -> float:
+        """The memory that the program can use without a slowdown (`memory_doubt`); infinite if there is no limit."""
+        return usable_bytes(self.limit_bytes, self.problem.machine.target.chip)
 
     @property
     def host_limit_bytes(self) -> float:

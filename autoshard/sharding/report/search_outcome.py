@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autoshard._shown import shown
 from autoshard._units import bytes_text, ratio_text
-from autoshard.sharding.plan.memory_doubt import almost_fills, full_bytes_of
+from autoshard.sharding.plan.memory_doubt import almost_fills, usable_bytes_of
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.constants import ALTERNATIVE_TIE
@@ -125,9 +125,9 @@ def _sentence(plan: ShardingPlan) -> str:
     among = f"{counts.priced} plans"
     if counts.fitting < counts.priced:
         among = f"{counts.fitting} plans that fit {size} (of {counts.priced})"
-    faster, full = _faster(plan), full_bytes_of(plan)
+    faster, usable = _faster(plan), usable_bytes_of(plan)
     changed = sum(tried.changed for tried in faster)
-    tight = sum(not tried.changed and almost_fills(tried.peak_bytes, full) for tried in faster)
+    tight = sum(not tried.changed and almost_fills(tried.peak_bytes, usable) for tried in faster)
     if faster and changed + tight == len(faster):
         parts = [f"{changed} changed, whose gain is small or uncertain"] if changed else []
         parts += [f"{tight} that almost fill{'s' * (tight == 1)} the memory"] if tight else []

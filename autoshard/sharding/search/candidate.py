@@ -13,7 +13,7 @@ from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.chips import host_limit_bytes
 from autoshard.sharding.machines.device_assignments import DeviceAssignment
-from autoshard.sharding.plan.memory_doubt import full_bytes, ranked_us
+from autoshard.sharding.plan.memory_doubt import ranked_us, usable_bytes
 from autoshard.sharding.search.constants import TIME_DECIMALS
 
 
@@ -31,7 +31,8 @@ class Candidate:
         assignment: the device assignment.
         host_bytes: bytes in host memory that belong to one device.
         host_limit: the bytes of host memory that one device may use.
-        full_bytes: the peak memory from which on its program is slow (`memory_doubt`); infinite if it does not matter.
+        usable_bytes: the memory that its program can use without a slowdown (`memory_doubt`); infinite if there is no
+            limit.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Candidate:
     assignment: DeviceAssignment
     host_bytes: float = 0.0
     host_limit: float = math.inf
-    full_bytes: float = math.inf
+    usable_bytes: float = math.inf
 
     def fits(self, limit: float) -> bool:
         """Whether its peak memory is at most `limit` bytes, and its share of the host's memory suffices."""
@@ -61,7 +62,7 @@ def estimated_us(candidate: Candidate) -> float:
 
 def candidate_ranked_us(candidate: Candidate) -> float:
     """The time in microseconds by which candidates are ranked (`memory_doubt`), rounded so that equal plans tie."""
-    return round(ranked_us(candidate.cost.step_time_us, candidate.peak_bytes, candidate.full_bytes), TIME_DECIMALS)
+    return round(ranked_us(candidate.cost.step_time_us, candidate.peak_bytes, candidate.usable_bytes), TIME_DECIMALS)
 
 
 def best_assigned(candidate: Candidate, cost: CostModel) -> Candidate:
@@ -77,7 +78,7 @@ def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel, limit
     chip, assignment = cost.target.chip, cost.target.assign(layout.mesh)
     return Candidate(
         name, layout, step, peak, kinds, assignment, memory.host_bytes(layout), host_limit_bytes(chip),
-        full_bytes(limit, chip),
+        usable_bytes(limit, chip),
     )  # fmt: skip
 
 

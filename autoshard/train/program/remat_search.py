@@ -8,8 +8,7 @@ planning one takes seconds. So only a few are planned:
    strategies. A price needs a trace, but no search.
 2. All choices, and mixes of two policies that alternate over the layers, are priced from the probes (`remat_choice`).
 3. The most promising ones that seem to fit are priced themselves, under the same strategies, until enough of them fit
-   and leave memory to spare. What the additive price gets wrong about memory, and about the time of mixes, is learned
-   on the way.
+   with room to spare. These prices also correct the additive prices of the others: their memory, and the time of mixes.
 4. The best ones are planned, each with a search over all strategies. If none fits, the next ones are.
 
 The plan that is chosen is the fastest of those planned, by the planner's own estimate. Layers that are not stacked are
@@ -91,7 +90,7 @@ class _Probes:
         self.space = space
         self.first, *self.more = sorted(space.microbatches)
         base = self.prices("full", self.first)
-        self.limit, self.full_bytes = base.limit_bytes, base.full_bytes
+        self.limit, self.usable_bytes = base.limit_bytes, base.usable_bytes
         self.host_limit, bandwidth = base.host_limit_bytes, base.host_bandwidth
         self.host_us_per_byte = 1e6 / (bandwidth * HOST_BANDWIDTH_REACHED) if bandwidth else 0.0
         self.copy_us_per_byte = 1e6 / (base.memory_bandwidth * BANDWIDTH_REACHED)
@@ -154,11 +153,11 @@ class _Probes:
         """The variant under the fastest strategy that fits, or else under the leanest."""
         fitting = [p for p in found.values() if p.peak_memory_bytes <= self.limit and p.fits_host]
         if fitting:
-            p = min(fitting, key=lambda p: ranked_us(p.step_time_us, p.peak_memory_bytes, self.full_bytes))
+            p = min(fitting, key=lambda p: ranked_us(p.step_time_us, p.peak_memory_bytes, self.usable_bytes))
         else:
             p = min(found.values(), key=lambda p: p.peak_memory_bytes)
         peak = p.peak_memory_bytes if p.fits_host else math.inf  # fits nowhere
-        return Priced(remat, microbatches, p.step_time_us, peak, p.host_us, p.host_bytes, self.full_bytes)
+        return Priced(remat, microbatches, p.step_time_us, peak, p.host_us, p.host_bytes, self.usable_bytes)
 
     def estimated(self) -> list[Priced]:
         """Every choice, word and mix with its additive price, under each strategy that was probed."""
@@ -167,7 +166,9 @@ class _Probes:
             if words not in self.full[count]:
                 continue
             pure = self._pure(count, words)
-            found += [replace(each, strategy=words, full_bytes=self.full_bytes) for each in (*pure, *self._mixes(pure))]
+            found += [
+                replace(each, strategy=words, usable_bytes=self.usable_bytes) for each in (*pure, *self._mixes(pure))
+            ]
         return found
 
     def _pure(self, count: int, words: str) -> list[Priced]:
@@ -225,7 +226,7 @@ class _Probes:
         front = _front(each for each in pure if "," not in each.remat)
         found = []
         for light, strict in itertools.product(front, front):
-            too_large = almost_fills(light.peak_bytes, self.full_bytes)
+            too_large = almost_fills(light.peak_bytes, self.usable_bytes)
             if not too_large or strict.peak_bytes > self.limit or strict.time_us <= light.time_us:
                 continue
             for count, period in constants.SEARCHED_REMAT_MIXES:
@@ -288,7 +289,7 @@ def _best_priced(probes: _Probes) -> tuple[list[Priced], list[Priced]]:
             guesses.learn(guess, as_guessed)
             if priced.peak_bytes <= probes.limit:
                 fitting.append(priced)
-                found += not almost_fills(as_guessed.peak_bytes, probes.full_bytes)
+                found += not almost_fills(as_guessed.peak_bytes, probes.usable_bytes)
                 most = min(most, priced.score_us * constants.WORTH_PRICING)
             else:
                 others.append(priced)

@@ -52,7 +52,8 @@ class Priced:
         peak_bytes: peak memory of a device.
         host_us: microseconds in which the link to the host is busy.
         host_bytes: bytes that wait on the host at a time; more than 0 if any values do.
-        full_bytes: the peak memory from which on the program is slow (`memory_doubt`); infinite if there is none.
+        usable_bytes: the memory that the program can use without a slowdown (`memory_doubt`); infinite if there is no
+            limit.
         strategy: the strategy; empty if it is that which suits the variant best.
     """
 
@@ -62,7 +63,7 @@ class Priced:
     peak_bytes: float
     host_us: float = 0.0
     host_bytes: float = 0.0
-    full_bytes: float = math.inf
+    usable_bytes: float = math.inf
     strategy: str = ""
 
     @property
@@ -79,9 +80,10 @@ class Priced:
     def score_us(self) -> float:
         """The time by which variants are ranked.
 
-        A part of the time on the link counts as exposed, and memory close to the limit counts as in `memory_doubt`.
+        A part of the time on the link counts as exposed. Plans that may need too much memory are penalized
+        (`memory_doubt`).
         """
-        return ranked_us(self.time_us + constants.HOST_DOUBT * self.host_us, self.peak_bytes, self.full_bytes)
+        return ranked_us(self.time_us + constants.HOST_DOUBT * self.host_us, self.peak_bytes, self.usable_bytes)
 
     @property
     def keywords(self) -> dict[str, Any]:

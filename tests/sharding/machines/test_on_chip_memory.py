@@ -1,4 +1,4 @@
-"""What operators leave of a TPU's on-chip memory."""
+"""The on-chip memory of a TPU that is not reserved for operators."""
 
 from dataclasses import replace
 
@@ -14,14 +14,14 @@ MiB = 2**20
     ("chip", "limit_kib", "left_mib"),
     [("v5e", "16384", 112), ("v5e", "98304", 32), ("v5e", "200000", 0), ("v5p", "131072", 0), ("v5e", "much", 112)],
 )
-def test_arrays_have_what_the_option_leaves(chip, limit_kib, left_mib):
+def test_arrays_have_the_memory_that_is_not_reserved(chip, limit_kib, left_mib):
     asked = replace(CHIPS[chip], options={VMEM_OPTION: limit_kib})
     assert array_bytes(asked) == left_mib * MiB
     assert scoped_bytes(asked) <= asked.vector_memory_bytes
 
 
-def test_a_chip_has_no_more_for_arrays_than_it_says():
-    """A file of a machine may give a smaller memory for arrays, or none, or no size of the vector memory."""
+def test_the_figures_of_a_target_file_limit_the_memory_for_arrays():
+    """The file may give a smaller memory for arrays, none, or no size of the vector memory."""
     v5e = CHIPS["v5e"]
     assert array_bytes(replace(v5e, on_chip_bytes=8e6)) == 8e6
     assert array_bytes(replace(v5e, on_chip_bytes=0.0)) == 0.0

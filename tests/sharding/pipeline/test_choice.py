@@ -36,7 +36,7 @@ class Made:
     def __init__(self, chosen, step, compute, fits=True, stages=1, schedule="1f1b", notes=()):
         estimate = SimpleNamespace(step_time_us=step, compute_us=compute, peak_memory_bytes=1.0)
         self.layout = None
-        self.plan = SimpleNamespace(chosen=chosen, estimate=estimate, limit_bytes=0.0, full_bytes=0.0, fits=fits,
+        self.plan = SimpleNamespace(chosen=chosen, estimate=estimate, limit_bytes=0.0, usable_bytes=0.0, fits=fits,
                                     stages=stages, schedule=schedule, microbatches=8, notes=notes)  # fmt: skip
 
     def where(self, notes):

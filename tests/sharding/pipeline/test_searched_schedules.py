@@ -26,7 +26,7 @@ def made(time: float, stages: int = 1, schedule: str = "") -> Any:
     plan = SimpleNamespace(
         estimate=estimate,
         limit_bytes=0.0,
-        full_bytes=0.0,
+        usable_bytes=0.0,
         fits=True,
         notes=(),
         stages=stages,

@@ -42,7 +42,7 @@ class Made:
         chosen, time, peak = candidates[0]
         estimate = SimpleNamespace(step_time_us=time, peak_memory_bytes=peak)
         self.plan = SimpleNamespace(
-            estimate=estimate, fits=True, chosen=chosen, candidates=candidates, limit_bytes=LIMIT, full_bytes=LIMIT
+            estimate=estimate, fits=True, chosen=chosen, candidates=candidates, limit_bytes=LIMIT, usable_bytes=LIMIT
         )
         self.groups = groups
 

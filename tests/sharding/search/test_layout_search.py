@@ -85,7 +85,7 @@ def test_idle_devices_have_to_gain_more_than_the_error_of_the_estimate(gain, kep
     def candidate(step_time_us, *idle):
         layout = SimpleNamespace(idle_axes=lambda: [*idle])
         cost = SimpleNamespace(step_time_us=step_time_us)
-        return SimpleNamespace(layout=layout, cost=cost, peak_bytes=1.0, full_bytes=math.inf, fits=lambda limit: True)
+        return SimpleNamespace(layout=layout, cost=cost, peak_bytes=1.0, usable_bytes=math.inf, fits=lambda limit: True)
 
     busy, idle = candidate(100.0), candidate(100.0 / (1 + gain), "cp")
     found = layout_search._without_idle([busy, idle], math.inf)  # pyright: ignore[reportArgumentType]

@@ -54,7 +54,7 @@ class Times:
     least_us: float
     fit: bool = True
     peak_bytes: float = 0.0
-    full_bytes: float = math.inf
+    usable_bytes: float = math.inf
 
     @property
     def cost(self):

@@ -63,7 +63,7 @@ def test_with_enough_memory_nothing_is_recomputed_or_moved():
 
 @pytest.mark.slow
 def test_less_memory_keeps_less():
-    """Between two words, names that fit with memory to spare and are faster than the stricter word."""
+    """The search keeps named values if they fit with room to spare and the step is then faster than under `full`."""
     limit = 1.2 * peak("full")
     assert limit < peak("none")
     made = found(limit, offload="none")
@@ -226,8 +226,8 @@ def test_variants_that_fit_only_under_slower_strategies_do_not_end_the_pricing()
         return SimpleNamespace(of=lambda strategies: found)
 
     probes: Any = SimpleNamespace(
-        limit=100.0, full_bytes=100.0, host_limit=math.inf, offloads=False, strategies=["fast", "slow"], prices=prices,
-        space=SimpleNamespace(host=()),
+        limit=100.0, usable_bytes=100.0, host_limit=math.inf, offloads=False, prices=prices,
+        space=SimpleNamespace(host=()), strategies=["fast", "slow"],
         known=lambda: [Priced("full", 1, 10.0, 50.0)],
         estimated=lambda: [
             Priced(remat, 1, time, peak, strategy="fast")
@@ -237,11 +237,11 @@ def test_variants_that_fit_only_under_slower_strategies_do_not_end_the_pricing()
     probes.best = partial(remat_search._Probes.best, probes)
     fitting, _ = remat_search._best_priced(probes)
     assert tried == ["keep:qkv", "keep:context", "keep:mlp_in"]
-    assert min(fitting, key=lambda each: each.time_us) == Priced("keep:mlp_in", 1, 8.0, 90.0, full_bytes=100.0)
+    assert min(fitting, key=lambda each: each.time_us) == Priced("keep:mlp_in", 1, 8.0, 90.0, usable_bytes=100.0)
 
 
 def priced_in_turn(needed: dict[str, tuple[float, float, float]]) -> tuple[list[str], str]:
-    """Return the variants that are priced, and the best one; `needed` gives times, guessed peaks and true peaks."""
+    """Return the priced variants, and the best one. `needed` has the time, guessed peak and true peak of each."""
     tried: list[str] = []
 
     def prices(remat: str, microbatches: int) -> Any:
@@ -250,11 +250,11 @@ def priced_in_turn(needed: dict[str, tuple[float, float, float]]) -> tuple[list[
         return SimpleNamespace(of=lambda strategies: {"fsdp:8": StrategyPrice(time, peak)})
 
     probes: Any = SimpleNamespace(
-        limit=100.0, full_bytes=100.0, host_limit=math.inf, offloads=False, strategies=["fsdp:8"], prices=prices,
+        limit=100.0, usable_bytes=100.0, host_limit=math.inf, offloads=False, strategies=["fsdp:8"], prices=prices,
         space=SimpleNamespace(host=()),
         known=lambda: [Priced("full", 1, 10.0, 50.0)],
         estimated=lambda: [
-            Priced(remat, 1, time, guessed, full_bytes=100.0, strategy="fsdp:8")
+            Priced(remat, 1, time, guessed, usable_bytes=100.0, strategy="fsdp:8")
             for remat, (time, guessed, _) in needed.items()
         ],
     )  # fmt: skip
@@ -264,13 +264,13 @@ def priced_in_turn(needed: dict[str, tuple[float, float, float]]) -> tuple[list[
 
 
 def test_variants_that_almost_fill_the_memory_do_not_end_the_pricing():
-    """Two variants just fit, and are ranked as slow. The third has memory to spare."""
+    """The first two variants almost fill the memory, so the third one is priced, too."""
     needed = {"keep:qkv": (7.0, 99.0, 99.0), "keep:context": (7.0, 99.0, 99.0), "keep:mlp_in": (7.46, 70.0, 70.0)}
     assert priced_in_turn(needed) == ([*needed], "keep:qkv")
 
 
 def test_a_variant_that_just_fits_does_not_rule_out_others():
-    """The first variant needs 17 bytes more than guessed, and fits. So much more would not fit for the second one."""
+    """The first variant fits, but needs 17 bytes more than guessed. The second one would not fit with 17 bytes more."""
     tried, best = priced_in_turn({"keep:qkv": (7.9, 80.0, 97.0), "keep:context": (8.0, 88.5, 88.5)})
     assert (len(tried), best) == (2, "keep:context")
 
@@ -328,7 +328,7 @@ def trained(remat: str, strategy: str | None) -> Any:
 def test_layers_that_offload_come_last_in_a_mix(light):
     """A loop sends a value until its next iteration computes it again: the later in the body, the longer."""
     pure = [Priced(light, 1, 10.0, 100.0, host_bytes=9.0 * light.startswith("host")), Priced("full", 1, 14.0, 20.0)]
-    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=80), limit=50.0, full_bytes=50.0)
+    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=80), limit=50.0, usable_bytes=50.0)
     found = [each.remat for each in remat_search._Probes._mixes(probes, pure)]
     parts: Any = SimpleNamespace(price_mix=lambda *_: (1.0, 1.0, 1.0), host_bytes=lambda *_: 9.0, microbatches=1)
     probes = SimpleNamespace(space=SimpleNamespace(layers=80))
@@ -345,7 +345,7 @@ def test_mixes_are_made_of_policies_for_all_layers():
         Priced("host:qkv,host:qkv,full", 1, 12.0, 40.0, host_bytes=9.0),
         Priced("full", 1, 14.0, 20.0),
     ]
-    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=80), limit=50.0, full_bytes=50.0)
+    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=80), limit=50.0, usable_bytes=50.0)
     found = remat_search._Probes._mixes(probes, pure)
     assert found and all(80 % len(each.remat.split(",")) == 0 for each in found)
     assert {name for each in found for name in each.remat.split(",")} == {"none", "full"}

@@ -1,1 +1,1 @@
-"""Operators that the compilers run later than the program has them."""
+"""Operators that compilers run later than their place in the program."""

@@ -107,7 +107,7 @@ class _Times:
         return min(found, default=None)
 
     def made(self, value: int) -> float | None:
-        """Return when the device computes a value that is then moved to host memory; None if it is no such value."""
+        """Return when the device computes a value in host memory; None if the value does not come from the device."""
         maker = self.makers.get(value)
         if maker is None or not is_host_transfer(maker):
             return None

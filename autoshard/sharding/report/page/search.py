@@ -11,7 +11,7 @@ from typing import Any
 from autoshard._html.parts import bar, bar_legend, folded, search_box, table
 from autoshard._shown import shown
 from autoshard._units import bytes_text, ratio_text, time_text, variant_text
-from autoshard.sharding.plan.memory_doubt import almost_fills, full_bytes_of
+from autoshard.sharding.plan.memory_doubt import almost_fills, usable_bytes_of
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.constants import ALTERNATIVE_TIE
@@ -107,7 +107,7 @@ def why_not_chosen(plan: ShardingPlan, tried: PricedPlan) -> str:
         return f"a tie{'' if is_same else ' in time'}, within {100 * ALTERNATIVE_TIE:g} %"
     if tried.step_time_us < here.step_time_us and tried.changed:
         return "faster, but does more work than the known plan, or gains too little over it"
-    if tried.step_time_us < here.step_time_us and almost_fills(tried.peak_bytes, full_bytes_of(plan)):
+    if tried.step_time_us < here.step_time_us and almost_fills(tried.peak_bytes, usable_bytes_of(plan)):
         return "faster by the estimate, but almost fills the memory: the compiled program may be slow"
     if tried.step_time_us < here.step_time_us:
         outcome = ", but not as measured" if plan.measured else ", but not as compiled" if plan.audits else ""

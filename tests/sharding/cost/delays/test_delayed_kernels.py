@@ -1,4 +1,4 @@
-"""Memory of kernels of opaque operators whose gradients are scattered at the end of a loop's body."""
+"""Memory of products inside opaque operators that XLA delays to the end of a loop body."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from autoshard.spmdrules.ir.program import build
 from autoshard.train.program.build import workload_step
 
 PAIRS, EXPERTS, EMBED, FFN, TOP_K, ROWS, SEQ = 2, 8, 512, 1024, 2, 32, 4096
-# What the products read that make an expert's gradients: the sorted tokens and the gradient of their results, the
-# hidden units, and the gradients of the two products before these.
+# Bytes that the products of the expert gradients read: the sorted tokens, the gradients of their results, the hidden
+# units, and the gradients of the up and gate products.
 READ = 2.0 * (ROWS // 8 * SEQ * TOP_K) * (2 * EMBED + 3 * FFN)
 
 
@@ -35,7 +35,7 @@ def gradients(params, x):
 
 
 def held(target):
-    """Per buffer of this size: whether it is held from one gradient of experts to the end of the body."""
+    """Return the operator before each buffer of `READ` bytes, and whether the buffer lives to the end of the body."""
     shape = {"router": (EMBED, EXPERTS), "down": (EXPERTS, FFN, EMBED)}
     shape |= dict.fromkeys(("up", "gate"), (EXPERTS, EMBED, FFN))
     params = tuple({name: jax.ShapeDtypeStruct((PAIRS, *s), "float32") for name, s in shape.items()} for _ in range(2))
@@ -49,11 +49,11 @@ def held(target):
     ]  # fmt: skip
 
 
-def test_kernels_before_an_asynchronous_reduce_scatter_run_at_the_end_of_the_body():
+def test_asynchronous_reduce_scatters_delay_products_to_the_end_of_the_body():
     assert held("v5p:2x2x2") == [("swiglu_experts_gradients", True)] * 2
 
 
-def test_kernels_before_a_synchronous_reduce_scatter_run_where_the_program_has_them():
+def test_synchronous_reduce_scatters_delay_nothing():
     """Compiled for v6e:2x4 and, without reductions on SparseCores, v5p:2x2x2 (libtpu 0.0.42.1)."""
     assert held("v6e:2x4") == []
 

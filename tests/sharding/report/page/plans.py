@@ -31,7 +31,7 @@ def searched() -> Plan:
     plan = autoshard.plan(step, *shapes(), target="v5e:2x4", donate_argnums=0, variants={"twice": [False, True]})
     peaks = sorted(t.peak_bytes for each in plan.history for t in each.tried)
     limit = max(peaks[len(peaks) * 2 // 3], plan.estimate.peak_memory_bytes)
-    return plan.where(limit_bytes=limit, full_bytes=limit)
+    return plan.where(limit_bytes=limit, usable_bytes=limit)
 
 
 @cache
