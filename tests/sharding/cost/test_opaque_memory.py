@@ -76,3 +76,18 @@ def test_the_shards_of_several_programs_are_traced_once():
     again = [trace_opaque_memory(double, each, "tpu") for each in shards]
     assert traced == [shape for ((shape, _),) in shards]
     assert again == first and [each.moved_bytes for each in first[:2] if each] == [2 * 16.0, 2 * 32.0]
+
+
+def test_products_of_results_read_own_values_and_operands():
+    """The first result is a product of an own value and an operand. The second one is no product."""
+
+    def fn(x, y):
+        sorted_rows = jnp.sort(x, axis=0)
+        return sorted_rows.T @ y, jnp.sort(y, axis=0)
+
+    shapes = ((512, 256), jnp.dtype("float32")), ((512, 128), jnp.dtype("float32"))
+    memory = trace_opaque_memory(fn, shapes, "tpu")
+    assert memory is not None
+    own = 512 * 256 * 4
+    assert [sum(each.values()) for each in memory.reads] == [own, 0.0]
+    assert memory.read_for([0]) == memory.read_for([0, 0, 1]) == own

@@ -1,5 +1,7 @@
 """Plans whose memory comes close to the limit are ranked as slower than their estimated time."""
 
+import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,10 @@ import pytest
 
 import autoshard
 from autoshard.sharding.autotune.settling import contenders
+from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.pipeline.choice import plan_of_pipelines
+from autoshard.sharding.plan.memory_doubt import usable_bytes, usable_bytes_of
+from autoshard.sharding.plan.serialization import plan_from_json, plan_json
 from autoshard.sharding.planner import offload_choice, problem, shortlist
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.shortlist import Shortlist, fastest_of_all
@@ -69,6 +74,26 @@ def test_layouts_of_a_requested_strategy_are_compared_with_the_doubt(limit, chos
     assert planning.choose("fsdp:8", {}, {})[0] is every[chosen]
 
 
+def test_without_a_limit_nothing_is_full():
+    args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    step: Any = lambda w, x: jnp.tanh(x @ w).sum()  # noqa: E731
+    made = autoshard.plan(step, *args, target="v5e:2x4", memory_limit_bytes=float("inf"))
+    assert (made.limit_bytes, made.usable_bytes) == (0.0, 0.0)
+    assert usable_bytes(math.inf, CHIPS["v5e"]) == math.inf
+
+
+def test_a_stored_plan_says_how_much_memory_its_program_can_use():
+    """A plan of an older version has only a limit."""
+    args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    made = autoshard.plan(lambda w, x: jnp.tanh(x @ w).sum(), *args, target="v5e:2x4")
+    assert 0 < usable_bytes_of(made) == made.usable_bytes < made.limit_bytes
+    read = plan_from_json(plan_json(made), autoshard.Plan)
+    assert read.usable_bytes == made.usable_bytes
+    old = json.loads(plan_json(made))
+    del old["usable_bytes"]
+    assert usable_bytes_of(plan_from_json(json.dumps(old), autoshard.Plan)) == made.limit_bytes
+
+
 def bound(time: float, peak: float, fits: bool = True, chosen: str = "fsdp:8") -> Any:
     estimate = SimpleNamespace(step_time_us=time, peak_memory_bytes=peak)
     plan = SimpleNamespace(
@@ -103,7 +128,9 @@ def test_offloads_are_compared_with_the_doubt():
 def test_plans_are_compiled_in_the_order_of_the_doubt(monkeypatch):
     """The order matters: if no plan compiles, the first is chosen, and only the first of a kind is compiled."""
     monkeypatch.setattr(shortlist, "variant_table", lambda bound, choice, made: bound)
-    tight, lean = bound(100.0, 98.0), bound(103.0, 60.0)
+    tight, lean = bound(100.0, 92.0), bound(102.0, 60.0)
+    for each in (tight, lean):
+        each.plan.usable_bytes = 95.0  # of 100
     made: Any = [({"a": 1}, tight), ({"a": 2}, lean)]
     compared = []
     fastest_of_all(made, Shortlist(2, lambda plans, limit: compared.append(plans) or plans[0]), lambda *_: None)

@@ -74,6 +74,25 @@ def test_the_whole_gradient_of_a_head_is_held_over_the_backward_pass():
     assert peak("gpt-oss-20b", "keep:qkv+context+out_proj", "dp:4 fsdp:64") == pytest.approx(29.35, rel=0.05)
 
 
+def test_sums_of_activations_are_not_held_over_a_loop():
+    """Only reductions of gradients are asynchronous."""
+
+    def loss(params, x):
+        y = jnp.tanh(x @ params["up"]) @ params["down"]
+        z = jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=4)[0]
+        return jnp.mean((y + z) ** 2)
+
+    sizes = {"up": (1024, 4096), "down": (4096, 1024)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
+    x = jax.ShapeDtypeStruct((8, 2048, 1024), "float32")
+    bound = bound_or_error(plan(jax.grad(loss), params, x, target="v5p:2x2x2", plan="tp:8 seq").bound)
+    cost = bound.problem.cost(bound.layout)
+    whole = 8 * 2048 * 1024 * 4
+    assert [each.local_bytes for each in cost.collectives if each.kind == "reduce-scatter"] == [whole]
+    (held,) = [each for each in cost.live_buffers if each.nbytes == whole]
+    assert held.first.tolist() == held.last.tolist()
+
+
 def test_bodies_of_nested_loops_end_at_their_own_last_operator():
     def inner(c, _):
         return jnp.sin(c), None
