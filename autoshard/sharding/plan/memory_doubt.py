@@ -11,7 +11,7 @@ plans are ranked by
 if it is at least 5 % smaller.
 
 Each row compares a plan that almost fills the memory with a plan that does not. Compiled with libtpu 0.0.42.1, joined
-measure of `benchmarks/estimate.py`:
+measure of `benchmarks/estimate.py` (GPT: `benchmarks/ranked_plans.py`):
 
     program                           share of the memory   estimated seconds   compiled seconds
     Mistral 7B, v6e:2x4, fsdp:8       0.95, 0.73            6.31, 6.31          5.40, 4.87
