@@ -47,8 +47,9 @@ HOST_DOUBT = 0.01
 hide less of it than estimated. Source: chosen. `benchmarks/ranked_plans.py` prints by how much the exposed time exceeds
 its estimate, as a fraction of the time on the link. It is at most 0.001 for GPT-3 175B and Llama 3.1 405B on v5p:4x8x8
 and GPT 1.3B on v5e:4x4. It is 0.97 for GPT 2.6B at 95 % of the memory, which `memory_doubt` penalizes. It is 0.14 for
-Mistral 7B on v6e:2x4 with `qkv` in host memory (`benchmarks/recipes.py`). No constant is fitted to that recipe, because
-recipes judge the planner."""
+Mistral 7B on v6e:2x4 with `qkv` in host memory: 0.50 s of copies are exposed (`copies` in
+`benchmarks/results/recipes/mistral-7b-v6e-8.json`), and 0.05 s of 3.15 s by the estimate. No constant is fitted to that
+recipe, because recipes judge the planner."""
 
 OFFLOADING_PLATFORMS = ("tpu",)
 """The platforms on which a search moves values to the host. On others it does so only for names that are given: on GPUs
