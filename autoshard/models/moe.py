@@ -8,12 +8,13 @@ Every `moe_every`-th layer is a mixture of experts. The other layers, the embedd
 
 Tokens are dispatched to experts in one of two ways.
 
-- `capacity`: the tokens of a group of `group_size` compete for the `capacity` slots of each expert, all first choices
-  before all second choices. Products with one-hot masks `[groups, group_size, experts, capacity]` move them. The size
-  of these masks is linear in the batch size. A choice without a slot is dropped: that expert adds nothing, and a token
-  without any slot keeps only its residual. A first choice of a later token can therefore displace a second choice of an
-  earlier one.
+- `capacity`: the tokens of a group of `group_size` compete for the `capacity` slots of each expert
+  (`models.capacity`). A choice without a slot is dropped: that expert adds nothing, and a token without any slot keeps
+  only its residual.
 - `dropless`: tokens are sorted by expert, and each expert processes its own rows (`models.dropless`).
+
+In both, the gates' gradient is a sum over the hidden units of an expert, and not over its output. So the backward pass
+needs no output of an expert, and rematerialization does not repeat the product with `w_down`.
 
 Two auxiliary losses, taken over all tokens of the batch and summed over layers, keep all experts in use and the logits
 small. The balance loss is `experts * sum_e fraction_of_choices[e] * mean_probability[e]`, which is 1 if all experts are
@@ -39,6 +40,8 @@ from jax import lax
 
 from autoshard._shown import shown
 from autoshard.models import dropless
+from autoshard.models.capacity import SLOTS, dispatch_masks, gated_outputs, one_hot
+from autoshard.models.dropless.units import gelu, swiglu
 from autoshard.models.moe_config import MoEConfig
 from autoshard.models.quantized import quantized_einsum
 from autoshard.models.remat.named_values import named
@@ -92,39 +95,9 @@ def route(cfg: MoEConfig, logits: jax.Array) -> Routing:
     best, chosen = lax.top_k(logits, cfg.top_k)
     gates = jax.nn.softmax(best, axis=-1) if cfg.renormalize else jnp.exp(best - log_total)
     # The fractions are counts without a gradient. The gradient comes from the mean probabilities.
-    fractions = jnp.mean(_one_hot(chosen, cfg.experts, jnp.float32), axis=(0, 1, 2))
+    fractions = jnp.mean(one_hot(chosen, cfg.experts, jnp.float32), axis=(0, 1, 2))
     balance = cfg.experts * jnp.sum(fractions * jnp.mean(probabilities, axis=(0, 1)))
     return Routing(gates, chosen, RouterLosses(balance, jnp.mean(jnp.square(log_total))))
-
-
-def _one_hot(x: jax.Array, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Encode `[...]` as `[..., size]`. An index outside of `size` gives a row of zeros."""
-    return (x[..., None] == lax.broadcasted_iota(x.dtype, (*x.shape, size), x.ndim)).astype(dtype)
-
-
-def dispatch_masks(cfg: MoEConfig, gates: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Assign tokens to the slots of their experts.
-
-    Args:
-        cfg: the model's config.
-        gates: weights of the chosen experts, `[groups, group_size, top_k]`.
-        chosen: indices of the chosen experts, int32 `[groups, group_size, top_k]`.
-
-    Returns:
-        The dispatch mask, 1 where a token has a slot, and the combine weights, which hold the token's gate in place of
-        the 1. Both are `[groups, group_size, experts, capacity]` in the dtype of `gates`.
-    """
-    groups, size, top_k = chosen.shape
-    choice = _one_hot(chosen, cfg.experts, jnp.int32)
-    # An expert's queue: all first choices in the order of tokens, then all second choices.
-    queue = jnp.swapaxes(choice, 1, 2).reshape(groups, top_k * size, cfg.experts)
-    before = (jnp.cumsum(queue, axis=1) - queue).reshape(groups, top_k, size, cfg.experts)
-    # A token chooses an expert at most once, so sums over the choices pick one of them: its slot, counted from 1.
-    slot = jnp.sum((jnp.swapaxes(before, 1, 2) + 1) * choice, axis=2)
-    gate = jnp.sum(gates[..., None] * choice.astype(gates.dtype), axis=2)
-    # An expert that is not chosen, or a slot beyond the capacity, gives a row of zeros.
-    taken = _one_hot(slot - 1, cfg.capacity(size), gates.dtype)
-    return taken, taken * gate[..., None]
 
 
 class Experts(nnx.Module):
@@ -168,9 +141,9 @@ class Experts(nnx.Module):
     def _by_capacity(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
         size = _group_size(self.cfg, x.shape[0], x.shape[1])
         gates, chosen, grouped = (a.reshape(-1, size, a.shape[2]) for a in (gates, chosen, x))
-        taken, weighted = dispatch_masks(self.cfg, gates.astype(x.dtype), chosen)
-        outputs = self._expert_mlps(jnp.einsum("gsec,gsd->egcd", taken, grouped))
-        return jnp.einsum("gsec,egcd->gsd", weighted, outputs).reshape(x.shape)
+        taken, slot_gates = dispatch_masks(self.cfg, gates.astype(x.dtype), chosen)
+        outputs = self._expert_mlps(jnp.einsum("gsec,gsd->egcd", taken, grouped), jnp.swapaxes(slot_gates, 0, 1))
+        return jnp.einsum("gsec,egcd->gsd", taken, outputs).reshape(x.shape)
 
     def _by_sorting(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
         w_up, w_down, w_gate = (
@@ -179,18 +152,18 @@ class Experts(nnx.Module):
         assert w_up is not None and w_down is not None
         return dropless.experts(x, gates, chosen, w_up, w_down, w_gate)
 
-    def _expert_mlps(self, rows: jax.Array) -> jax.Array:
-        """Apply each expert's MLP to its slots, `[experts, groups, capacity, width]`."""
+    def _expert_mlps(self, rows: jax.Array, gates: jax.Array) -> jax.Array:
+        """Apply each expert's MLP to its slots, `[experts, groups, capacity, width]`, and multiply by their gates."""
 
         def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
-            return quantized_einsum("egci,eio->egco", rows, weights, self.cfg.gpt.quantization)
+            return quantized_einsum(SLOTS, rows, weights, self.cfg.gpt.quantization)
 
-        hidden = named(multiply(rows, self.w_up[...].astype(rows.dtype)), "mlp_in")
-        if self.w_gate is None:
-            hidden = jax.nn.gelu(hidden)
-        else:
-            hidden = jax.nn.silu(named(multiply(rows, self.w_gate[...].astype(rows.dtype)), "mlp_in")) * hidden
-        return named(multiply(hidden, self.w_down[...].astype(rows.dtype)), "mlp_out")
+        unit, weights = (gelu, [self.w_up]) if self.w_gate is None else (swiglu, [self.w_gate, self.w_up])
+        products = [named(multiply(rows, w[...].astype(rows.dtype)), "mlp_in") for w in weights]
+        down = self.w_down[...].astype(rows.dtype)
+        if self.cfg.gpt.quantization == "none":
+            return named(gated_outputs(unit, products, gates, down), "mlp_out")
+        return named(multiply(unit(products) * gates[..., None], down), "mlp_out")
 
 
 def _group_size(cfg: MoEConfig, batch: int, seq: int) -> int:

@@ -64,14 +64,19 @@ def count(build):
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def intermediate_shapes(jaxpr):
-    """Yields the shapes of all intermediate values of a jaxpr and of its nested jaxprs."""
+def equations(jaxpr):
+    """Yields all equations of a jaxpr and of its nested jaxprs."""
     for equation in jaxpr.eqns:
-        yield from (out.aval.shape for out in equation.outvars)
+        yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                yield from intermediate_shapes(inner)
+                yield from equations(inner)
+
+
+def intermediate_shapes(jaxpr):
+    """Yields the shapes of all intermediate values of a jaxpr and of its nested jaxprs."""
+    return (out.aval.shape for equation in equations(jaxpr) for out in equation.outvars)
 
 
 TEXT = np.frombuffer(f"{attention.__doc__}".encode("ascii")[:300], np.uint8).astype(np.int32)

@@ -11,9 +11,10 @@ from flax import nnx
 from jax import lax
 
 from autoshard.models import ALPA_MOE, MIXTRAL, GPTConfig, MoE, MoEConfig, cross_entropy, generate, workload
-from autoshard.models.moe import Experts, dispatch_masks, route
+from autoshard.models.capacity import dispatch_masks
+from autoshard.models.moe import Experts, route
 from tests.arrays import array
-from tests.models.small import called, count, filled_as, quickly, text_entropy, trained
+from tests.models.small import called, count, equations, filled_as, quickly, text_entropy, trained
 
 SMALL = MoEConfig(GPTConfig(vocab=32, layers=4, heads=4, kv_heads=2, width=16, ffn=24, context=12), moe_every=2)
 AMPLE = dataclasses.replace(SMALL, capacity_factor=8.0)  # as many slots as tokens
@@ -113,7 +114,7 @@ def test_slots_go_to_first_choices_in_order(factor):
     rng = np.random.default_rng(0)
     chosen = np.stack([np.stack([rng.permutation(8)[:2] for _ in range(12)]) for _ in range(3)])
     gates = rng.random(chosen.shape).astype(np.float32)
-    dispatched, weighted = dispatch_masks(cfg, jnp.asarray(gates), jnp.asarray(chosen, jnp.int32))
+    dispatched, slot_gates = dispatch_masks(cfg, jnp.asarray(gates), jnp.asarray(chosen, jnp.int32))
     expected, expected_gates = np.zeros(dispatched.shape), np.zeros(dispatched.shape)
     for group in range(3):
         for (token, choice), slot in assign_slots(chosen[group], cfg.capacity(12), 8).items():
@@ -122,7 +123,7 @@ def test_slots_go_to_first_choices_in_order(factor):
                 expected[position], expected_gates[position] = 1, gates[group, token, choice]
     assert dispatched.shape == (3, 12, 8, cfg.capacity(12)) and expected.sum() < chosen.size
     np.testing.assert_array_equal(dispatched, expected)
-    np.testing.assert_array_equal(weighted, expected_gates.astype(np.float32))
+    np.testing.assert_array_equal(slot_gates, expected_gates.astype(np.float32).sum(axis=1))
 
 
 def test_masks_are_computed_without_products():
@@ -130,6 +131,37 @@ def test_masks_are_computed_without_products():
     gates, chosen = jnp.ones((3, 12, 2)), jnp.zeros((3, 12, 2), jnp.int32)
     grads = jax.make_jaxpr(jax.grad(lambda g: dispatch_masks(SMALL, g, chosen)[1].sum()))(gates)
     assert "dot_general" not in str(grads)
+
+
+def test_the_backward_pass_computes_no_output_of_an_expert():
+    """Two products with `w_down`: one in the forward pass, and one for the gradient of the hidden units."""
+    layer = experts_of(SMALL)
+    graph, params = nnx.split(layer)
+
+    def total(params, x):
+        return jnp.sum(jax.checkpoint(lambda p, x: nnx.merge(graph, p)(x)[0])(params, x))
+
+    traced = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(params, inputs())
+    found = [each for each in equations(traced.jaxpr) if each.primitive.name == "dot_general"]
+    products = [[v.aval.shape for v in each.invars] for each in found]
+    assert sum(layer.w_down.shape in shapes for shapes in products) == 2
+    assert sum(layer.w_up.shape in shapes for shapes in products) == 6  # `w_gate` has the same shape
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_the_derivative_in_a_direction_is_the_gradient_along_it(mlp):
+    layer = experts_of(with_gpt(SMALL, mlp=mlp))
+    graph, params = nnx.split(layer)
+    rng = np.random.default_rng(1)
+    direction = jax.tree.map(lambda p: array(rng.normal(size=p.shape), p.dtype), params)
+
+    def total(params):
+        return jnp.sum(jnp.sin(nnx.merge(graph, params)(inputs())[0]))
+
+    forward = jax.jit(lambda: jax.jvp(total, (params,), (direction,))[1])()
+    gradient = jax.jit(jax.grad(total))(params)
+    backward = sum(float(jnp.vdot(d, g)) for d, g in zip(*map(jax.tree.leaves, (direction, gradient)), strict=True))
+    np.testing.assert_allclose(forward, backward, rtol=1e-4)
 
 
 def test_a_choice_without_a_slot_adds_nothing():
