@@ -85,14 +85,18 @@ def train_step(case: str) -> Callable[..., Any]:
     return step
 
 
+def case_step(case: str) -> tuple[Any, ...]:
+    """Return the step of a case, and the shapes of its arguments: stacks of weights, and the batch."""
+    groups = (LAYERS // len(CASES[case]), len(CASES[case]))
+    weights = {name: jax.ShapeDtypeStruct((*groups, *shape), jnp.bfloat16) for name, shape in SHAPES.items()}
+    return train_step(case), weights, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+
+
 def compiled(store: Store) -> None:
     """Plan, compile and store each case both ways."""
     store.begin()
-    for case, layers in CASES.items():
-        groups = (LAYERS // len(layers), len(layers))
-        weights = {name: jax.ShapeDtypeStruct((*groups, *shape), jnp.bfloat16) for name, shape in SHAPES.items()}
-        x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
-        made = plan(train_step(case), weights, x, target=store.target, plan=STRATEGY, donate_argnums=0)
+    for case in CASES:
+        made = plan(*case_step(case), target=store.target, plan=STRATEGY, donate_argnums=0)
         options = made.compiler_options.get("tpu", {})
         for side, by_xla in SIDES.items():
             row = Planned(f"{case} {side}", STRATEGY, made.chosen, case, 1, None, prediction(made))

@@ -5,6 +5,7 @@
     python benchmarks/option_limits.py gathers                         # all machines
     python benchmarks/option_limits.py gathers v5p:2x2x2
     python benchmarks/option_limits.py kept                            # gathers over several dimensions, kept or not
+    python benchmarks/option_limits.py stacks                          # loops over stacks in host memory
     python benchmarks/option_limits.py --show                          # the stored rows, without compiling
 
 `products` compiles an MLP and its gradients on one device (16384 rows in bfloat16; with a gate, and at a width of 2048
@@ -15,6 +16,9 @@ the chip's default options, with SparseCore gathers over one, two and three toru
 dimension alone. `exposed` is the exposed part of the gathers' time. `kept` compiles such a step under the default
 options, which keep a gather over several dimensions as it is, and without that option. It has fewer gathers then. On
 v5e and v6e the width is 1024.
+
+`stacks` compiles eight layers with two values each in host memory (`host_stacks.py`, case `one`) under the default
+options, and without tiles of 8 rows for 16-bit arrays.
 
 Times are those of the audit. Nothing runs. Each row is stored in `results/option_limits.json`. The tables in
 `autoshard.sharding.machines.options.option_sets` are these rows.
@@ -30,6 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import host_stacks
 import jax
 import jax.numpy as jnp
 from common import RESULTS
@@ -40,7 +45,7 @@ from autoshard.errors import AutoshardWarning
 from autoshard.sharding.audit import Audit, missing_compiler, verify_under
 from autoshard.sharding.machines.kernel_rules import VMEM_OPTION
 from autoshard.sharding.machines.options import Options, default_options
-from autoshard.sharding.machines.options.option_table import KEEP_GATHERS
+from autoshard.sharding.machines.options.option_table import KEEP_GATHERS, TILES
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
@@ -70,6 +75,8 @@ KEPT: Mapping[str, tuple[str, int, int]] = {
     "v5e:16x16": ("fsdp:256", 4096, 1024),
     "v6e:16x16": ("fsdp:256", 4096, 1024),
 }
+# Machine -> the plan.
+STACKS: Mapping[str, str] = {"tpu7x:2x2x1": host_stacks.STRATEGY}
 _GATHER = "xla_tpu_enable_sparse_core_collective_offload_{}all_gather"
 DIMENSIONS = ("2d_", "3d_")
 
@@ -166,6 +173,14 @@ def kept(target: str) -> Iterator[Row]:
     yield _row(target, f"layers, {words}", "kept", compiled(options), base)
 
 
+def stacks(target: str) -> Iterator[Row]:
+    """Compile layers with values in host memory under the default options, and without the one for tiles."""
+    compiled = _compiled(host_stacks.case_step("one"), target, STACKS[target])
+    options = default_options(target.partition(":")[0])
+    base = compiled({name: value for name, value in options.items() if name != TILES})
+    yield _row(target, f"stacks in host memory, {STACKS[target]}", "tiles of 8 rows", compiled(options), base)
+
+
 def _layers(target: str, words: str, rows: int, width: int = WIDTH) -> Any:
     sizes = {"layers": LAYERS, "width": width, "hidden": HIDDEN, "rows": rows * find_target(target).devices}
     return _compiled(stack_step(sizes, False), target, words)
@@ -211,11 +226,13 @@ def _size(text: str) -> tuple[int, int]:
     return width, hidden
 
 
-PARTS: Mapping[str, Mapping[str, Any]] = {"products": LIMITS, "gathers": GATHERS, "kept": KEPT}
+PARTS: Mapping[str, Mapping[str, Any]] = {"products": LIMITS, "gathers": GATHERS, "kept": KEPT, "stacks": STACKS}
 
 
 def _rows(what: str, name: str, sizes: Sequence[tuple[int, int]]) -> Iterator[Row]:
-    return {"gathers": gathers, "kept": kept}[what](name) if what != "products" else products(name, sizes)
+    if what == "products":
+        return products(name, sizes)
+    return {"gathers": gathers, "kept": kept, "stacks": stacks}[what](name)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -55,6 +55,13 @@ def test_kept_gathers_are_compared_with_a_program_without_the_option(compiled):
     assert (row.option, row.program) == ("kept", "layers, fsdp:64")
 
 
+def test_stacks_in_host_memory_are_compared_with_a_program_without_the_option(compiled):
+    (row,) = option_limits.stacks("tpu7x:2x2x1")
+    assert [options.get(option_limits.TILES) for options in compiled] == [None, "false"]
+    assert compiled[1].items() - compiled[0].items() == {(option_limits.TILES, "false")}
+    assert (row.option, row.program) == ("tiles of 8 rows", "stacks in host memory, fsdp:8")
+
+
 def test_the_mlp_computes_its_gradients(monkeypatch):
     monkeypatch.setattr(option_limits, "SIZES", {(4, 8): True, (4, 6): False})
     for sizes, weights in (((4, 8), 3), ((4, 6), 2)):

@@ -2,13 +2,11 @@
 
 A set is tried where its condition holds: it needs a program with host traffic, with all-gathers, over several slices.
 Sets for which wrong numbers were reported are used only on request (`Plan.verify(options=NAME)`), except on chips where
-none were reported. What the sets did to small programs is in `benchmarks/results/option_sets.json`; the command is
-`benchmarks/option_sets.py`.
+none were reported. `benchmarks/option_sets.py` shows what the sets do to small programs.
 
 In programs that libtpu 0.0.42.1 compiles for v6e (JAX 0.10.2, 2026-11), all-gathers on the SparseCores are
-asynchronous; reduce-scatters are asynchronous only with `sparse-core-reductions`. Thus `Chip.hides` of v6e and tpu7x
-has all-gathers alone. For tpu7x this compiler runs reduce-scatters on the SparseCores unless told not to, so
-`no-sparse-core-reductions` turns that off by name.
+asynchronous; reduce-scatters are so only with `sparse-core-reductions`. Thus `Chip.hides` of v6e and tpu7x has
+all-gathers alone. For tpu7x this compiler runs reduce-scatters on the SparseCores unless told not to, by name.
 
 Step time divided by that under the default sets (two products a layer, `fsdp:8`, same compiler):
 
@@ -64,6 +62,11 @@ longer: the first column took 21 s on v6e and 74 s with the set, 23 and 46 s on 
 on v5e (278 s with 98304 KiB), on two busy cores. The recipes on which the efficiencies of v5p, v6e and tpu7x are
 calibrated (`benchmarks/recipe_calibration.py`) have large limits, too: 98304 KiB, and 61440 on tpu7x.
 
+`small-tiles` is for loops over stacks in host memory. Without it, XLA for tpu7x writes such a stack in tiles of 16 rows
+and reads it in tiles of 8, so each iteration moves the whole stack through the device. With it, eight layers with two
+values in host memory take @@ONE@@ of the time (`benchmarks/option_limits.py stacks`). Programs without host memory keep theirs:
+0.996 for four layers of Llama-3.1 8B, `fsdp:8`.
+
 With `full-memory` the scheduler may fill all of the memory. Without it, gathers become synchronous if the program needs
 more than a share of the memory, which is between 89 and 91 %. The set does not always make the step faster: a gathered
 weight in flight takes on-chip memory from the products beside it. On v5e, at 93 % of the memory, relative to the
@@ -85,7 +88,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from autoshard._shown import shown
-from autoshard.sharding.machines.options.option_table import KEEP_GATHERS, SPARSE_CORE_OFFLOAD, Options
+from autoshard.sharding.machines.options.option_table import KEEP_GATHERS, SPARSE_CORE_OFFLOAD, TILES, Options
 
 GPU_CHIPS = ("a100-40", "a100-80", "h100", "h200", "b200", "gb200")
 # A value that stands for the bytes of one layer's weights, which differ by program.
@@ -222,6 +225,14 @@ _ALL = (
         _always,
         excludes=("sparse-core-reductions",),
         default=("v6e", "tpu7x"),
+    ),
+    OptionSet(
+        "small-tiles",
+        "16-bit arrays have tiles of 8 rows everywhere",
+        {"tpu7x": {TILES: "false"}},
+        "loops over stacks in host memory, which XLA would move through the device to change their tiles",
+        _always,
+        default=("tpu7x",),
     ),
     OptionSet(
         "host-transfers",

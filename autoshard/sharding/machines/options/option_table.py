@@ -7,6 +7,7 @@ Sources:
     nvidia    docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX and XLA"
     gpu       AI-Hypercomputer/gpu-recipes, `training/a3ultra`: the flags of published runs on H200
     jax       jax-ml/jax, issue 38741 (2026-06): NaN on v6e
+    libtpu    the list of options that the compiler writes with `--xla_dump_to`
 
 libtpu 0.0.42.1 (JAX 0.10.2) accepts every TPU option of the table, alike for v5e, v5p, v6e and tpu7x. It refuses
 `xla_sc_disjoint_spmem`, which older recipes set. `latency_hiding_layer_scheduler` is refused without the option that it
@@ -59,6 +60,8 @@ class Option:
 
 SPARSE_CORE_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
 """The beginning of the options that run collectives on the SparseCores."""
+TILES = "xla_tpu_control_large_2nd_minor_layout_for_x16"
+"""The option that chooses the tiles of 16-bit arrays."""
 KEEP_GATHERS = "xla_tpu_prefer_async_allgather_to_allreduce"
 """The option that keeps all-gathers over several dimensions of a torus."""
 _FUSION = "xla_tpu_enable_async_collective_fusion"
@@ -247,6 +250,7 @@ _ALL = (
         "how many transfers of host memory are in flight at the same time",
         "maxtext, axlearn",
     ),
+    Option(TILES, "whether 16-bit arrays may have tiles of 16 rows, and not of 8", "libtpu"),
     Option(
         "xla_tpu_aggressive_opt_barrier_removal", "removes optimization barriers", "maxtext, axlearn", _UNDOES_BARRIERS
     ),

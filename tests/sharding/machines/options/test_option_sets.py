@@ -12,7 +12,7 @@ KINDS = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: option.name)
 def test_every_option_is_described(option):
-    known = {"maxtext", "recipes", "axlearn", "nvidia", "gpu", "jax"}
+    known = {"maxtext", "recipes", "axlearn", "nvidia", "gpu", "jax", "libtpu"}
     assert option.effect and option.trouble and {word.strip() for word in option.source.split(",")} <= known
     assert {*option.needs, *option.excludes} <= OPTIONS.keys()
 
