@@ -23,6 +23,7 @@ from autoshard.sharding.cost.overlap import Overlap, Place
 from autoshard.sharding.cost.stretches import StretchTimes
 from autoshard.sharding.layout.operator_strategy import Move
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, Chip
+from autoshard.sharding.machines.constants import NCCL_CHANNELS
 from autoshard.sharding.machines.device_assignments import DeviceAssignment, assignments
 from autoshard.sharding.machines.links import Links
 from autoshard.sharding.machines.targets import Target
@@ -218,6 +219,9 @@ def _step_cost(
         ALL_REDUCE_PASSES[c.requested] * c.wire_bytes * c.count / 2 for c in collectives if c.kind != c.requested
     )
     compute = kernels_us + moved / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+    if chip.multiprocessors:  # a hidden collective slows compute, because it takes some of the multiprocessors
+        hidden = sum(c.time_us - c.exposed_us for c in collectives)
+        compute += hidden * min(NCCL_CHANNELS / chip.multiprocessors, 1.0)
     wire = sum(c.wire_bytes * c.count for c in collectives)
     step = compute + sum(c.exposed_us for c in collectives) + host.exposed_us
     return StepCost(step, compute, comm, wire, tuple(collectives), kernels_us, host=host, overlap=overlap)

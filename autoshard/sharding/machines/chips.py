@@ -14,7 +14,8 @@
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are without
           sparsity. 32-bit products run as TF32, XLA's default. At 8 bits the peak is twice that of 16, for int8 and,
           except on A100, for float8. Efficiency of H100 and H200 at 16 bits: the median of seven large products that
-          XLA compiled, on an H200 (`benchmarks/one_gpu.py`, section `rates`). The others: products measured with
+          XLA compiled, on an H200 (`benchmarks/one_gpu.py`, section `rates`). Multiprocessors: as XLA:GPU's
+          specifications of devices have them (`audit/gpus.toml`). The others: products measured with
           `mamf-finder.py` over many shapes, the best of them: https://github.com/stas00/ml-engineering,
           compute/accelerator, "Maximum Achievable Matmul FLOPS". Products of most shapes reach less: for H100 and
           H200 the page has 0.803.
@@ -104,6 +105,7 @@ class Chip:
         efficiency: fraction of the peak FLOP/s that large products reach.
         efficiency_fp8: the same for float8 products; 0 if it is `efficiency`.
         vector_ops: 32-bit operations per second of the vector units; 0 if kernels are not priced by them (GPUs).
+        multiprocessors: streaming multiprocessors, which compute and collectives share; 0 if collectives take none.
         kinds: substrings of JAX's `device_kind` that identify this chip.
     """
 
@@ -136,6 +138,7 @@ class Chip:
     on_chip_bytes: float = 0.0
     vector_memory_bytes: int = 0
     vector_ops: float = 0.0
+    multiprocessors: int = 0
     efficiency: float = PEAK_REACHED
     efficiency_fp8: float = 0.0
     kinds: tuple[str, ...] = field(default=(), repr=False)
@@ -206,6 +209,7 @@ def _gpu(
     host_gb: float,
     ram_gb: float,
     domain: int,
+    multiprocessors: int,
     kinds: str,
     efficiency: float,
     efficiency_fp8: float = 0.0,
@@ -217,7 +221,7 @@ def _gpu(
         ram_gb * GB, domain=domain,
         tile=constants.GPU_TILE, hides=_ASYNCHRONOUS, flops_int8=2e12 * tflops,
         flops_fp8=2e12 * tflops * (efficiency_fp8 > 0), efficiency=efficiency, efficiency_fp8=efficiency_fp8,
-        kinds=tuple(kinds.split("|")),
+        kinds=tuple(kinds.split("|")), multiprocessors=multiprocessors,
     )  # fmt: skip
 
 
@@ -312,81 +316,29 @@ CHIPS: Mapping[str, Chip] = {
         efficiency_fp8=0.682,
     ),
     "a100-40": _gpu(
-        tflops=312,
-        gb=40,
-        hbm_gb=1555,
-        nvlink_gb=300,
-        net_gb=25,
-        host_gb=32,
-        ram_gb=680 / 8,
-        domain=8,
-        kinds="a100-sxm4-40gb|a100 40gb",
-        efficiency=0.869,
-    ),
+        tflops=312, gb=40, hbm_gb=1555, nvlink_gb=300, net_gb=25, host_gb=32, ram_gb=680 / 8,
+        domain=8, multiprocessors=108, kinds="a100-sxm4-40gb|a100 40gb", efficiency=0.869,
+    ),  # fmt: skip
     "a100-80": _gpu(
-        tflops=312,
-        gb=80,
-        hbm_gb=2039,
-        nvlink_gb=300,
-        net_gb=25,
-        host_gb=32,
-        ram_gb=1360 / 8,
-        domain=8,
-        kinds="a100",
-        efficiency=0.869,
-    ),
+        tflops=312, gb=80, hbm_gb=2039, nvlink_gb=300, net_gb=25, host_gb=32, ram_gb=1360 / 8,
+        domain=8, multiprocessors=108, kinds="a100", efficiency=0.869,
+    ),  # fmt: skip
     "h100": _gpu(
-        tflops=989,
-        gb=80,
-        hbm_gb=3350,
-        nvlink_gb=450,
-        net_gb=50,
-        host_gb=64,
-        ram_gb=1872 / 8,
-        domain=8,
-        kinds="h100",
-        efficiency=0.719,
-        efficiency_fp8=0.709,
-    ),
+        tflops=989, gb=80, hbm_gb=3350, nvlink_gb=450, net_gb=50, host_gb=64, ram_gb=1872 / 8,
+        domain=8, multiprocessors=132, kinds="h100", efficiency=0.719, efficiency_fp8=0.709,
+    ),  # fmt: skip
     "h200": _gpu(
-        tflops=989,
-        gb=141,
-        hbm_gb=4800,
-        nvlink_gb=450,
-        net_gb=50,
-        host_gb=64,
-        ram_gb=2952 / 8,
-        domain=8,
-        kinds="h200",
-        efficiency=0.719,
-        efficiency_fp8=0.734,
-    ),
+        tflops=989, gb=141, hbm_gb=4800, nvlink_gb=450, net_gb=50, host_gb=64, ram_gb=2952 / 8,
+        domain=8, multiprocessors=132, kinds="h200", efficiency=0.719, efficiency_fp8=0.734,
+    ),  # fmt: skip
     "b200": _gpu(
-        tflops=2250,
-        gb=180,
-        hbm_gb=8000,
-        nvlink_gb=900,
-        net_gb=50,
-        host_gb=64,
-        ram_gb=3968 / 8,
-        domain=8,
-        kinds="b200",
-        efficiency=0.776,
-        efficiency_fp8=0.763,
-    ),
+        tflops=2250, gb=180, hbm_gb=8000, nvlink_gb=900, net_gb=50, host_gb=64, ram_gb=3968 / 8,
+        domain=8, multiprocessors=148, kinds="b200", efficiency=0.776, efficiency_fp8=0.763,
+    ),  # fmt: skip
     "gb200": _gpu(
-        tflops=2500,
-        gb=186,
-        hbm_gb=8000,
-        nvlink_gb=900,
-        net_gb=50,
-        host_gb=225,
-        ram_gb=884 / 4,
-        domain=72,
-        kinds="gb200",
-        efficiency=0.729,
-        efficiency_fp8=0.723,
-    ),
+        tflops=2500, gb=186, hbm_gb=8000, nvlink_gb=900, net_gb=50, host_gb=225, ram_gb=884 / 4,
+        domain=72, multiprocessors=148, kinds="gb200", efficiency=0.729, efficiency_fp8=0.723,
+    ),  # fmt: skip
     "cpu": Chip("cpu", 3e10, 3e10, 4 * GiB, 2e9, 1.5e9, 1e9, 30.0, 100.0, 2e9, domain=1 << 20),
 }
 ALIASES: Mapping[str, str] = {"a100": "a100-80", "v5litepod": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x"}

@@ -93,6 +93,16 @@ def test_a_gather_that_is_kept_hides_over_any_group(mesh, first):
     assert [c.exposed_us for c in cost.collectives] == [0.0]
 
 
+@pytest.mark.parametrize(("target", "share"), [("h100:1x8", 16 / 132), ("a100-80:1x8", 16 / 108), ("v5e:2x4", 0.0)])
+def test_a_hidden_collective_takes_multiprocessors_of_a_gpu(target, share):
+    machine = find_target(target)
+    gather = collective(machine.assign({"fsdp": 8}), "all-gather", ("fsdp",), 2.0**30, 1.0, "", before(3))
+    for compute, hidden in (([1e6] * 4, gather.time_us), ([0.0] * 4, 0.0)):
+        cost = step_cost(sum(compute), [gather], machine.chip, HostTime(), straight().times(compute))
+        assert cost.compute_us == pytest.approx(sum(compute) + share * hidden)
+        assert sum(c.exposed_us for c in cost.collectives) == pytest.approx(gather.time_us - hidden)
+
+
 def test_gathers_run_one_after_another():
     # The second one ends at 8, but its operator could run at 5. The first waits for nothing.
     assert exposed([before(3), before(1)], [4.0, 4.0], [5, 0, 0, 5]) == [pytest.approx(3.0), 0.0]

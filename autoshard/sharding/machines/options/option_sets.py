@@ -64,8 +64,8 @@ calibrated (`benchmarks/recipe_calibration.py`) have large limits, too: 98304 Ki
 
 `small-tiles` is for loops over stacks in host memory. Without it, XLA for tpu7x writes such a stack in tiles of 16 rows
 and reads it in tiles of 8, so each iteration moves the whole stack through the device. With it, eight layers with two
-values in host memory take @@ONE@@ of the time (`benchmarks/option_limits.py stacks`). Programs without host memory keep theirs:
-0.996 for four layers of Llama-3.1 8B, `fsdp:8`.
+values in host memory take 0.122 of the time (`benchmarks/option_limits.py stacks`). Programs without host memory keep
+theirs: 0.996 for four layers of Llama-3.1 8B, `fsdp:8`.
 
 With `full-memory` the scheduler may fill all of the memory. Without it, gathers become synchronous if the program needs
 more than a share of the memory, which is between 89 and 91 %. The set does not always make the step faster: a gathered
