@@ -9,9 +9,14 @@ each slice moves:
     fetched ahead   one iteration before; the carry of the scan holds the slice
     sent now        in the iteration that computes it
 
-A slice is fetched now if its first use is in the second half of the iteration's FLOPs, else ahead. A result is sent now
-if it is computed in the first half; XLA schedules the other sends. The bounds are `FETCHED_NOW_FROM` and
+A slice is fetched now if it is needed in the second half of the iteration's FLOPs, else ahead. It is needed by the
+first product that takes it, or takes what elementwise operators compute from it: they can wait for it. A result is sent
+now if it is computed in the first half; XLA schedules the other sends. The bounds are `FETCHED_NOW_FROM` and
 `SENT_NOW_UNTIL`.
+
+Slices are fetched one after the other, in the order in which they are needed. If several are needed together, the
+smallest is first: XLA schedules a loop body from its end and gives each fetch more compute than it needs, so the first
+ones get what is left.
 
 Three kinds of barriers keep XLA from moving these transfers. The index of a slice waits for the carry. Each fetch waits
 for the fetch before it. The carry waits for the stacks of sent results. A slice that is fetched ahead is also copied by
@@ -20,6 +25,11 @@ of the slice before. In the last iteration, fetches ahead have no use: they repe
 
 Compiled for v5e:2x4, eight layers of six matrices under `fsdp:8`, with two values of 64 MiB per layer in host memory,
 take 341 ms instead of 394 (`benchmarks/host_stacks.py`).
+
+Mistral 7B with `host:residual+qkv+context`, 48 rows of 8192, compiled for v6e:2x4 under `fsdp:8`, takes 4.83 s and
+exposes 0.15 s of transfers. Its backward pass recomputes the start of a layer, which scales the queries, but only the
+gradient of attention needs them. If they are fetched ahead because of their first use, and the keys and values, too,
+the step takes 5.23 s and exposes 0.50 s.
 """
 
 from __future__ import annotations
@@ -36,7 +46,8 @@ from jax.custom_batching import custom_vmap
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.lower.constants import FETCHED_NOW_FROM, SENT_NOW_UNTIL
-from autoshard.sharding.program.flops import flops_of
+from autoshard.sharding.program.array_sizes import nbytes
+from autoshard.sharding.program.flops import flops_of, matmul_flops
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.ir.program import Block, Op, inlined, users_of, walk
 
@@ -50,8 +61,8 @@ class HostMoves:
     """When a scan moves slices. Numbers count the stacks that it slices, or its stacked results.
 
     Attributes:
-        now: the stacks whose slices are fetched now, in the order of their first use.
-        ahead: the stacks whose slices are fetched ahead, in the order of their first use.
+        now: the stacks whose slices are fetched now, in this order.
+        ahead: the stacks whose slices are fetched ahead, in this order.
         sent: the results that are sent now.
     """
 
@@ -74,9 +85,10 @@ def host_moves(op: Op, avals: Sequence[Any]) -> HostMoves:
     if op.eqn.params["length"] < 2 or not (slices or results):
         return HostMoves()
     times = _Times(block)
-    uses = {k: use for k in slices if (use := times.first_use(block.inputs[count + k])) is not None}
+    uses = {k: use for k in slices if (use := times.needed(block.inputs[count + k])) is not None}
     makes = {k: made for k in results if (made := times.made(block.outputs[n_carry + k])) is not None}
-    in_order, late = sorted(uses, key=uses.__getitem__), times.total * FETCHED_NOW_FROM
+    sizes = {k: nbytes(avals[block.inputs[count + k]]) for k in uses}
+    in_order, late = sorted(uses, key=lambda k: (uses[k], sizes[k])), times.total * FETCHED_NOW_FROM
     return HostMoves(
         tuple(k for k in in_order if uses[k] >= late),
         tuple(k for k in in_order if uses[k] < late),
@@ -95,16 +107,25 @@ class _Times:
             self.total += sum(flops_of(each) * each.trips for each in _with_nested(op))
         self.users = users_of(self.ops)
         self.makers = {v: op for op in self.ops for v in op.results}
+        self.needs: dict[int, float] = {}  # value -> when the first product takes it, or a value computed from it
+        for op in reversed(self.ops):
+            if op.blocks or matmul_flops(op):
+                self.needs |= dict.fromkeys(op.operands, self.begin[id(op)])
+            elif later := [self.needs[v] for v in op.results if v in self.needs]:
+                self.needs |= {v: min(*later, self.needs.get(v, self.total)) for v in op.operands}
 
-    def first_use(self, value: int) -> float | None:
-        """Return when a value is first used on the device; None if it is used in host memory, too, or nowhere."""
-        users, found = self.users.get(value, []), []
+    def needed(self, value: int) -> float | None:
+        """Return when a value is needed on the device; None if it is used in host memory, too, or nowhere.
+
+        Elementwise operators can wait. So a value is needed by the first product that takes it, or takes what they
+        compute from it. If there is no such product, it is needed at its first use.
+        """
+        users = self.users.get(value, [])
         if value in self.results or not all(map(is_host_transfer, users)):
             return None
-        for user in users:
-            moved = (new for old, new in zip(user.operands, user.results, strict=True) if old == value)
-            found += [self.begin[id(op)] for new in moved for op in self.users.get(new, [])]
-        return min(found, default=None)
+        moved = [new for user in users for old, new in zip(user.operands, user.results, strict=True) if old == value]
+        products = [self.needs[new] for new in moved if new in self.needs]
+        return min(products or (self.begin[id(op)] for new in moved for op in self.users.get(new, [])), default=None)
 
     def made(self, value: int) -> float | None:
         """Return when the device computes a value in host memory; None if the value does not come from the device."""

@@ -1,5 +1,7 @@
 """When loops move the slices of their stacks in host memory."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,16 +221,18 @@ def on_host(mesh):
 
 
 STACK = (LENGTH, WIDTH, WIDTH)
+STACKS = jax.ShapeDtypeStruct(STACK, jnp.float32)
 
 
-def run(fn, weights, x, transformed=lambda program: program):
+def run(fn, weights, x, transformed=lambda program: program, shapes: Any = STACKS):
     """The results of a function planned for TPUs, and those of the function itself, both after a transformation."""
-    shape = jax.ShapeDtypeStruct(STACK, jnp.float32, sharding=on_host(jax.make_mesh((8,), ("fsdp",))))
-    plan = autoshard.plan(fn, shape, X, plan="fsdp:8", target="v5e:2x4")
+    place = on_host(jax.make_mesh((8,), ("fsdp",)))
+    shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place), shapes)
+    plan = autoshard.plan(fn, shapes, X, plan="fsdp:8", target="v5e:2x4")
     program = bound_or_error(plan.bound).executable.constrained_program(plan.mesh)
     mesh = mesh_of(plan)
     with jax.set_mesh(mesh):
-        found = jax.jit(transformed(program))(jax.device_put(weights, on_host(mesh)), x)
+        found = jax.jit(transformed(program))(*jax.tree.leaves(jax.device_put(weights, on_host(mesh))), x)
     return plan, jax.tree.leaves(found), jax.tree.leaves(jax.jit(transformed(fn))(jax.device_put(weights, HOST), x))
 
 
@@ -255,6 +259,50 @@ def test_a_slice_that_the_next_iteration_takes_in_host_memory_stays_there():
     assert not scans(plan)[False].now and not scans(plan)[False].ahead
     for result, want in zip(found, expected, strict=True):
         np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-6)
+
+
+def layers_of_products(before, after, count=7):
+    """A loop over layers of `count` products. `before` takes the slices at its start, `after` takes its result."""
+
+    def fn(stacks, x):
+        def body(h, slices):
+            h, early = before(h, [jax.device_put(each, DEVICE) for each in slices])
+            for _ in range(count):
+                h = jnp.sin(h @ jnp.full((WIDTH, WIDTH), 1 / WIDTH))
+            return after(h, early), None
+
+        return jax.lax.scan(body, x, stacks)[0]
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "count", "now"),
+    [
+        (lambda h, w: (h, jnp.sin(w[0])), lambda h, early: h @ early, 7, True),
+        (lambda h, w: (h @ jnp.sin(w[0]), w[0]), lambda h, early: h @ early, 7, False),
+        (lambda h, w: (h, w[0]), lambda h, early: jnp.sin(h + jnp.mean(early)), 7, True),
+        (lambda h, w: (h + jnp.mean(w[0]), w[0]), lambda h, _: jnp.sin(jnp.cos(jnp.sin(jnp.cos(h)))), 0, False),
+    ],
+)
+def test_a_slice_is_needed_by_the_first_product_that_takes_what_is_computed_from_it(before, after, count, now):
+    """In the last two cases no product takes it in this iteration. Then the elementwise operators need it."""
+    fn = layers_of_products(before, after, count)
+    plan, found, expected = run(fn, [random(*STACK)], random(ROWS, WIDTH), shapes=[STACKS])
+    moves = scans(plan)[False]
+    assert (moves.now, moves.ahead) == (((0,), ()) if now else ((), (0,)))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_smallest_of_slices_that_are_needed_at_the_same_time_is_fetched_first():
+    fn = layers_of_products(
+        lambda h, w: (h, [jnp.sin(each) for each in w]),
+        lambda h, early: h @ (early[0] + early[1][:, None] + early[2]),
+    )
+    stacks = [random(*STACK), random(*STACK[:2]), random(LENGTH, 1, 1)]
+    plan, found, expected = run(fn, stacks, random(ROWS, WIDTH), shapes=stacks)
+    assert scans(plan)[False].now == (2, 1, 0)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
 
 
 def test_loops_are_differentiated_like_a_plain_scan():
