@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autoshard._shown import shown
@@ -225,6 +225,33 @@ def _gpu(
     )  # fmt: skip
 
 
+_A100 = _gpu(
+    tflops=312,
+    gb=80,
+    hbm_gb=2039,
+    nvlink_gb=300,
+    net_gb=25,
+    host_gb=32,
+    ram_gb=1360 / 8,
+    domain=8,
+    multiprocessors=108,
+    kinds="a100",
+    efficiency=0.869,
+)
+_H100 = _gpu(
+    tflops=989,
+    gb=80,
+    hbm_gb=3350,
+    nvlink_gb=450,
+    net_gb=50,
+    host_gb=64,
+    ram_gb=1872 / 8,
+    domain=8,
+    multiprocessors=132,
+    kinds="h100",
+    efficiency=0.719,
+    efficiency_fp8=0.709,
+)
 # TPUs: `benchmarks/recipe_calibration.py` calibrates `efficiency`; for v5e, `benchmarks/product_efficiency.py` does.
 CHIPS: Mapping[str, Chip] = {
     "v4": _tpu(
@@ -315,30 +342,51 @@ CHIPS: Mapping[str, Chip] = {
         efficiency=0.734,
         efficiency_fp8=0.682,
     ),
-    "a100-40": _gpu(
-        tflops=312, gb=40, hbm_gb=1555, nvlink_gb=300, net_gb=25, host_gb=32, ram_gb=680 / 8,
-        domain=8, multiprocessors=108, kinds="a100-sxm4-40gb|a100 40gb", efficiency=0.869,
-    ),  # fmt: skip
-    "a100-80": _gpu(
-        tflops=312, gb=80, hbm_gb=2039, nvlink_gb=300, net_gb=25, host_gb=32, ram_gb=1360 / 8,
-        domain=8, multiprocessors=108, kinds="a100", efficiency=0.869,
-    ),  # fmt: skip
-    "h100": _gpu(
-        tflops=989, gb=80, hbm_gb=3350, nvlink_gb=450, net_gb=50, host_gb=64, ram_gb=1872 / 8,
-        domain=8, multiprocessors=132, kinds="h100", efficiency=0.719, efficiency_fp8=0.709,
-    ),  # fmt: skip
-    "h200": _gpu(
-        tflops=989, gb=141, hbm_gb=4800, nvlink_gb=450, net_gb=50, host_gb=64, ram_gb=2952 / 8,
-        domain=8, multiprocessors=132, kinds="h200", efficiency=0.719, efficiency_fp8=0.734,
-    ),  # fmt: skip
+    "a100-40": replace(
+        _A100,
+        memory_bytes=40 * GB,
+        memory_bandwidth=1555 * GB,
+        host_memory_bytes=680 / 8 * GB,
+        kinds=("a100-sxm4-40gb", "a100 40gb"),
+    ),
+    "a100-80": _A100,
+    "h100": _H100,
+    "h200": replace(
+        _H100,
+        memory_bytes=141 * GB,
+        memory_bandwidth=4800 * GB,
+        host_memory_bytes=2952 / 8 * GB,
+        efficiency_fp8=0.734,
+        kinds=("h200",),
+    ),
     "b200": _gpu(
-        tflops=2250, gb=180, hbm_gb=8000, nvlink_gb=900, net_gb=50, host_gb=64, ram_gb=3968 / 8,
-        domain=8, multiprocessors=148, kinds="b200", efficiency=0.776, efficiency_fp8=0.763,
-    ),  # fmt: skip
+        tflops=2250,
+        gb=180,
+        hbm_gb=8000,
+        nvlink_gb=900,
+        net_gb=50,
+        host_gb=64,
+        ram_gb=3968 / 8,
+        domain=8,
+        multiprocessors=148,
+        kinds="b200",
+        efficiency=0.776,
+        efficiency_fp8=0.763,
+    ),
     "gb200": _gpu(
-        tflops=2500, gb=186, hbm_gb=8000, nvlink_gb=900, net_gb=50, host_gb=225, ram_gb=884 / 4,
-        domain=72, multiprocessors=148, kinds="gb200", efficiency=0.729, efficiency_fp8=0.723,
-    ),  # fmt: skip
+        tflops=2500,
+        gb=186,
+        hbm_gb=8000,
+        nvlink_gb=900,
+        net_gb=50,
+        host_gb=225,
+        ram_gb=884 / 4,
+        domain=72,
+        multiprocessors=148,
+        kinds="gb200",
+        efficiency=0.729,
+        efficiency_fp8=0.723,
+    ),
     "cpu": Chip("cpu", 3e10, 3e10, 4 * GiB, 2e9, 1.5e9, 1e9, 30.0, 100.0, 2e9, domain=1 << 20),
 }
 ALIASES: Mapping[str, str] = {"a100": "a100-80", "v5litepod": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x"}

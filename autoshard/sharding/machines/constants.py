@@ -61,8 +61,8 @@ SLICE_LATENCY_US = 20.0
 # Latency of one crossing of an NVLink switch, in microseconds. Source: chosen, not measured.
 NVLINK_LATENCY_US = 5.0
 
-# Multiprocessors of a GPU that a collective takes from compute: one for each channel of NCCL (arXiv:2507.04786). Source:
-# the largest number of channels in XLA:GPU's model of collectives (`kMaxNumChannelsRing`).
+# Multiprocessors of a GPU that a collective takes from compute: one for each channel of NCCL (arXiv:2507.04786).
+# Source: the largest number of channels in XLA:GPU's model of collectives (`kMaxNumChannelsRing`).
 NCCL_CHANNELS = 16
 
 # Latency between GPU hosts, in microseconds. Source: chosen, not measured.
