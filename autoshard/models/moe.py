@@ -13,8 +13,8 @@ Tokens are dispatched to experts in one of two ways.
   only its residual.
 - `dropless`: tokens are sorted by expert, and each expert processes its own rows (`models.dropless`).
 
-In both, the gates' gradient is a sum over the hidden units of an expert, and not over its output. So the backward pass
-needs no output of an expert, and rematerialization does not repeat the product with `w_down`.
+Where rematerialization would compute the outputs of experts again, the gates' gradient is a sum over hidden units, and
+needs no outputs.
 
 Two auxiliary losses, taken over all tokens of the batch and summed over layers, keep all experts in use and the logits
 small. The balance loss is `experts * sum_e fraction_of_choices[e] * mean_probability[e]`, which is 1 if all experts are
@@ -45,6 +45,7 @@ from autoshard.models.dropless.units import gelu, swiglu
 from autoshard.models.moe_config import MoEConfig
 from autoshard.models.quantized import quantized_einsum
 from autoshard.models.remat.named_values import named
+from autoshard.models.remat.policies import recomputes
 from autoshard.models.scopes import scoped
 from autoshard.models.stack import extend_layers, make_layers, run_layers
 from autoshard.models.transformer import (
@@ -141,9 +142,11 @@ class Experts(nnx.Module):
     def _by_capacity(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
         size = _group_size(self.cfg, x.shape[0], x.shape[1])
         gates, chosen, grouped = (a.reshape(-1, size, a.shape[2]) for a in (gates, chosen, x))
-        taken, slot_gates = dispatch_masks(self.cfg, gates.astype(x.dtype), chosen)
-        outputs = self._expert_mlps(jnp.einsum("gsec,gsd->egcd", taken, grouped), jnp.swapaxes(slot_gates, 0, 1))
-        return jnp.einsum("gsec,egcd->gsd", taken, outputs).reshape(x.shape)
+        taken, weighted = dispatch_masks(self.cfg, gates.astype(x.dtype), chosen)
+        rows, combine, slot_gates = jnp.einsum("gsec,gsd->egcd", taken, grouped), weighted, None
+        if recomputes(self.cfg.gpt.remat, "mlp_out"):
+            combine, slot_gates = taken, jnp.swapaxes(jnp.sum(weighted, axis=1), 0, 1)
+        return jnp.einsum("gsec,egcd->gsd", combine, self._expert_mlps(rows, slot_gates)).reshape(x.shape)
 
     def _by_sorting(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
         w_up, w_down, w_gate = (
@@ -152,8 +155,8 @@ class Experts(nnx.Module):
         assert w_up is not None and w_down is not None
         return dropless.experts(x, gates, chosen, w_up, w_down, w_gate)
 
-    def _expert_mlps(self, rows: jax.Array, gates: jax.Array) -> jax.Array:
-        """Apply each expert's MLP to its slots, `[experts, groups, capacity, width]`, and multiply by their gates."""
+    def _expert_mlps(self, rows: jax.Array, gates: jax.Array | None) -> jax.Array:
+        """Apply each expert's MLP to its slots, `[experts, groups, capacity, width]`, and multiply by gates, if any."""
 
         def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
             return quantized_einsum(SLOTS, rows, weights, self.cfg.gpt.quantization)
@@ -161,6 +164,8 @@ class Experts(nnx.Module):
         unit, weights = (gelu, [self.w_up]) if self.w_gate is None else (swiglu, [self.w_gate, self.w_up])
         products = [named(multiply(rows, w[...].astype(rows.dtype)), "mlp_in") for w in weights]
         down = self.w_down[...].astype(rows.dtype)
+        if gates is None:
+            return named(multiply(unit(products), down), "mlp_out")
         if self.cfg.gpt.quantization == "none":
             return named(gated_outputs(unit, products, gates, down), "mlp_out")
         return named(multiply(unit(products) * gates[..., None], down), "mlp_out")

@@ -59,6 +59,20 @@ def named_groups(policy: str) -> Mapping[str, tuple[str, ...]] | None:
     return found
 
 
+def recomputes(remat: str, name: str) -> bool:
+    """Return whether the backward pass of some layer computes a value again: a named product with batch dimensions.
+
+    >>> [recomputes(remat, "mlp_out") for remat in ("none", "dots", "keep:mlp_out", "keep:mlp_out,host:qkv")]
+    [False, True, False, True]
+    """
+    groups = {policy: named_groups(policy) for policy in remat_policies(remat)}
+    keep = ("none", "everything_saveable", "dots_saveable")
+    return any(
+        policy not in keep if found is None else all(name not in names for names in found.values())
+        for policy, found in groups.items()
+    )
+
+
 def checkpoint_policy(policy: str) -> Callable[..., Any] | None:
     """Return the policy of `jax.checkpoint` of a valid policy; None for `none`."""
     groups = named_groups(policy)

@@ -2,8 +2,9 @@
 
 The rules unify the two, because they number the same experts. But values of tokens and experts (router logits, masks)
 must stay with their tokens, while the rows of an expert move to the device that holds the expert, over the same mesh
-axis. So only the values that a product with expert weights reaches, without passing through another contraction, keep
-the axis of experts. In all other values it becomes a new axis.
+axis. So only the values that a product with expert weights reaches keep the axis of experts. The way to them ends at
+other contractions, and at operators that add or sum the tokens which a mask dispatches. An example of the latter is the
+sum over a mask and gates that gives the gate of each row. In all other values the axis of experts becomes a new one.
 
 No plan shards the new axis, unless a product dispatches tokens of the whole batch (`dispatched_rows`), as in
 `einsum("tec,td->ecd")`. Then `ep` shards it in the masks: each device gathers all tokens and computes the rows of its
@@ -13,7 +14,7 @@ more rows in total than there are tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.roles import Roles
@@ -61,7 +62,7 @@ def _computed_by_experts(axes: LogicalAxes, roles: Roles, with_experts: Iterable
         for v in rest:
             parent[find(v)] = first
 
-    products: list[int] = []
+    tokens, products = _dispatched_tokens(axes, roles, parent.keys()), list[int]()
     for op in axes.program.ops():
         here = [v for v in (*op.operands, *op.results) if v in parent]
         for tie in op.edges:
@@ -70,12 +71,45 @@ def _computed_by_experts(axes: LogicalAxes, roles: Roles, with_experts: Iterable
         if not here or op.rule is None:
             continue
         if op.name not in CONTRACTIONS:
-            join(here)
+            for some in _by_tokens(axes, here, tokens):
+                join(some)
         elif _is_product(op, axes, roles, here):
             join(here)
             products.append(here[0])
     reached = {find(v) for v in products}
     return {v for v in parent if find(v) in reached}
+
+
+def _dispatched_tokens(axes: LogicalAxes, roles: Roles, with_experts: Set[int]) -> set[int]:
+    """Return the axes of tokens that masks dispatch to experts, or of which gradients are dispatched.
+
+    A contraction sums over them. Both operands have rows of the batch, one of them has experts, and so has the result.
+    """
+    found = set[int]()
+    for op in axes.program.ops():
+        if op.name not in CONTRACTIONS or op.results[0] not in with_experts:
+            continue
+        pair = op.operands[:2]
+        if sum(v in with_experts for v in pair) == 1 and all(v >= 0 and _have_rows(v, axes, roles) for v in pair):
+            one, other, result = (_axes_of(axes, v) for v in (*pair, op.results[0]))
+            found |= (one & other) - result
+    return found
+
+
+def _by_tokens(axes: LogicalAxes, values: Iterable[int], tokens: set[int]) -> list[list[int]]:
+    """Group values that have the same of these axes."""
+    found: dict[frozenset[int], list[int]] = {}
+    for v in values:
+        found.setdefault(frozenset(tokens & _axes_of(axes, v)), []).append(v)
+    return list(found.values())
+
+
+def _axes_of(axes: LogicalAxes, value: int) -> set[int]:
+    return {axis for dim in axes.of_value[value] for axis in dim}
+
+
+def _have_rows(value: int, axes: LogicalAxes, roles: Roles) -> bool:
+    return value in roles.dispatched or value in roles.row or roles.have_rows(axes.of_value[value])
 
 
 def _is_product(op: Op, axes: LogicalAxes, roles: Roles, here: list[int]) -> bool:
@@ -84,6 +118,5 @@ def _is_product(op: Op, axes: LogicalAxes, roles: Roles, here: list[int]) -> boo
     Both operands and the result have experts then, and at least one of them, the weight, has no rows of the batch.
     """
     values = (*op.operands[:2], op.results[0])
-    of_rows = roles.dispatched | roles.row
-    with_batch = [v in of_rows or roles.have_rows(axes.of_value[v]) for v in values if v >= 0]
+    with_batch = [_have_rows(v, axes, roles) for v in values if v >= 0]
     return set(values) <= set(here) and any(with_batch) and not all(with_batch)

@@ -375,9 +375,12 @@ def _input_roles(
 
 
 def _reduced_outputs(use: AxisUses) -> set[int]:
-    """Axes, except those of heads, that a weight produces and a reduction sums over, such as the classes of a loss."""
+    """Axes that a weight produces and a reduction sums over, such as the classes of a loss.
+
+    Axes of heads are left out, and axes that another weight contracts, such as hidden units with a norm.
+    """
     beside_heads = {w for c in use.heads for w in use.weights[c]}
-    return {c for c in use.produced if c in use.reduced and not use.weights[c] & beside_heads}
+    return {c for c in use.produced if c in use.reduced - use.hidden and not use.weights[c] & beside_heads}
 
 
 def _residual(use: AxisUses, candidates: set[int], parameter_bytes: Counter[int], in_data: set[int]) -> int | None:
