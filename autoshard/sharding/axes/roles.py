@@ -375,10 +375,7 @@ def _input_roles(
 
 
 def _reduced_outputs(use: AxisUses) -> set[int]:
-    """Axes that a weight produces and a reduction sums over, such as the classes of a loss.
-
-    Axes of heads are left out, and axes that another weight contracts, such as hidden units with a norm.
-    """
+    """Axes that a weight produces, no other contracts, and a reduction sums over, except heads: classes of a loss."""
     beside_heads = {w for c in use.heads for w in use.weights[c]}
     return {c for c in use.produced if c in use.reduced - use.hidden and not use.weights[c] & beside_heads}
 
