@@ -10,11 +10,9 @@ Tokens are dispatched to experts in one of two ways.
 
 - `capacity`: the tokens of a group of `group_size` compete for the `capacity` slots of each expert
   (`models.capacity`). A choice without a slot is dropped: that expert adds nothing, and a token without any slot keeps
-  only its residual.
+  only its residual. If all layers would compute the outputs of experts again in the backward pass, the gates' gradient
+  is a sum over hidden units, and needs no outputs.
 - `dropless`: tokens are sorted by expert, and each expert processes its own rows (`models.dropless`).
-
-Where rematerialization would compute the outputs of experts again, the gates' gradient is a sum over hidden units, and
-needs no outputs.
 
 Two auxiliary losses, taken over all tokens of the batch and summed over layers, keep all experts in use and the logits
 small. The balance loss is `experts * sum_e fraction_of_choices[e] * mean_probability[e]`, which is 1 if all experts are

@@ -149,6 +149,22 @@ def test_where_outputs_are_not_kept_the_backward_pass_computes_none(quantization
     assert sum(layer.w_up.shape in shapes for shapes in products) == 6  # `w_gate` has the same shape
 
 
+def test_frozen_weights_need_no_product_with_zeros():
+    layer = experts_of(SMALL)
+    params, router = nnx.to_pure_dict(nnx.state(layer)), layer.router[...]
+
+    def total(router, remat):
+        model = nnx.merge(nnx.graphdef(experts_of(with_gpt(SMALL, remat=remat))), {**params, "router": router})
+        return jnp.sum(jnp.sin(jax.checkpoint(lambda x: model(x)[0])(inputs())))
+
+    traced = jax.make_jaxpr(jax.grad(lambda router: total(router, "full")))(router)
+    found = [each for each in equations(traced.jaxpr) if each.primitive.name == "dot_general"]
+    products = [[v.aval.shape for v in each.invars] for each in found]
+    assert sum(layer.w_down.shape in shapes for shapes in products) == 2
+    recomputed, kept = (jax.jit(jax.grad(lambda r, remat=remat: total(r, remat)))(router) for remat in ("full", "none"))
+    np.testing.assert_allclose(recomputed, kept, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_the_derivative_in_a_direction_is_the_gradient_along_it(mlp):
     layer = experts_of(with_gpt(SMALL, mlp=mlp, remat="full"))

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from autoshard.models.dropless.units import Unit
 from autoshard.models.moe_config import MoEConfig
@@ -81,13 +82,25 @@ def gated_outputs(unit: Unit, products: Sequence[jax.Array], gates: jax.Array, d
     def outputs(products: tuple[jax.Array, ...], gates: jax.Array, down: jax.Array) -> jax.Array:
         return jnp.einsum(SLOTS, unit(products), down) * gates[..., None]
 
-    @outputs.defjvp
-    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    def change(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, Any]:
         (products, gates, down), (d_products, d_gates, d_down) = primals, tangents
-        hidden, d_hidden = jax.jvp(unit, (products,), (d_products,))
-        other = unit(lax.optimization_barrier(products))
-        units = lax.optimization_barrier(d_hidden) * gates[..., None] + other * d_gates[..., None]
-        change = jnp.einsum(SLOTS, units, down) + jnp.einsum(SLOTS, hidden, d_down) * gates[..., None]
-        return outputs(*primals), change
+        units, terms = list[jax.Array](), list[jax.Array]()
+        if not all(map(_is_zero, d_products)):
+            moved = [jnp.zeros_like(x) if _is_zero(d) else d for x, d in zip(products, d_products, strict=True)]
+            d_hidden = jax.jvp(unit, (products,), (tuple(moved),))[1]
+            units.append(lax.optimization_barrier(d_hidden) * gates[..., None])
+        if not _is_zero(d_gates):
+            units.append(unit(lax.optimization_barrier(products)) * d_gates[..., None])
+        if units:
+            terms.append(jnp.einsum(SLOTS, sum(units[1:], units[0]), down))
+        if not _is_zero(d_down):
+            terms.append(jnp.einsum(SLOTS, unit(products), d_down) * gates[..., None])
+        result = outputs(*primals)
+        return result, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(result)
 
+    outputs.defjvp(change, symbolic_zeros=True)
     return outputs(tuple(products), gates, down)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, SymbolicZero)

@@ -60,14 +60,18 @@ def named_groups(policy: str) -> Mapping[str, tuple[str, ...]] | None:
 
 
 def recomputes(remat: str, name: str) -> bool:
-    """Return whether the backward pass of some layer computes a value again: a named product with batch dimensions.
+    """Return whether the backward passes of all layers compute a named value again.
 
-    >>> [recomputes(remat, "mlp_out") for remat in ("none", "dots", "keep:mlp_out", "keep:mlp_out,host:qkv")]
-    [False, True, False, True]
+    Args:
+        remat: the policies.
+        name: the name of a product with batch dimensions, such as those of experts.
+
+    >>> [recomputes(remat, "mlp_out") for remat in ("none", "dots", "keep:mlp_out", "full,keep:mlp_out")]
+    [False, True, False, False]
     """
     groups = {policy: named_groups(policy) for policy in remat_policies(remat)}
     keep = ("none", "everything_saveable", "dots_saveable")
-    return any(
+    return all(
         policy not in keep if found is None else all(name not in names for names in found.values())
         for policy, found in groups.items()
     )

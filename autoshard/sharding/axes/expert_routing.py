@@ -84,15 +84,17 @@ def _dispatched_tokens(axes: LogicalAxes, roles: Roles, with_experts: Set[int]) 
     """Return the axes of tokens that masks dispatch to experts, or of which gradients are dispatched.
 
     A contraction sums over them. Both operands have rows of the batch, one of them has experts, and so has the result.
+    No weight of experts has them, so they are neither the width nor hidden units.
     """
-    found = set[int]()
+    weights = [v for v, role in roles.inputs.items() if role == "parameter" and v in with_experts]
+    in_weights, found = {axis for v in weights for axis in _axes_of(axes, v)}, set[int]()
     for op in axes.program.ops():
         if op.name not in CONTRACTIONS or op.results[0] not in with_experts:
             continue
         pair = op.operands[:2]
         if sum(v in with_experts for v in pair) == 1 and all(v >= 0 and _have_rows(v, axes, roles) for v in pair):
             one, other, result = (_axes_of(axes, v) for v in (*pair, op.results[0]))
-            found |= (one & other) - result
+            found |= (one & other) - result - in_weights
     return found
 
 

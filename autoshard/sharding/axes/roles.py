@@ -375,9 +375,9 @@ def _input_roles(
 
 
 def _reduced_outputs(use: AxisUses) -> set[int]:
-    """Axes that a weight produces, no other contracts, and a reduction sums over, except heads: classes of a loss."""
-    beside_heads = {w for c in use.heads for w in use.weights[c]}
-    return {c for c in use.produced if c in use.reduced - use.hidden and not use.weights[c] & beside_heads}
+    """Axes, except heads and units of experts, that a weight produces and a reduction sums over: classes of a loss."""
+    beside = {w for c in use.heads | use.experts for w in use.weights[c]}
+    return {c for c in use.produced if c in use.reduced and not use.weights[c] & beside}
 
 
 def _residual(use: AxisUses, candidates: set[int], parameter_bytes: Counter[int], in_data: set[int]) -> int | None:

@@ -14,8 +14,8 @@
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are without
           sparsity. 32-bit products run as TF32, XLA's default. At 8 bits the peak is twice that of 16, for int8 and,
           except on A100, for float8. Efficiency of H100 and H200 at 16 bits: the median of seven large products that
-          XLA compiled, on an H200 (`benchmarks/one_gpu.py`, section `rates`). Multiprocessors: as XLA:GPU's
-          specifications of devices have them (`audit/gpus.toml`). The others: products measured with
+          XLA compiled, on an H200 (`benchmarks/one_gpu.py`, section `rates`). Multiprocessors: `core_count`
+          in XLA:GPU's specifications of devices (`audit/gpus.toml`). The others: products measured with
           `mamf-finder.py` over many shapes, the best of them: https://github.com/stas00/ml-engineering,
           compute/accelerator, "Maximum Achievable Matmul FLOPS". Products of most shapes reach less: for H100 and
           H200 the page has 0.803.

@@ -4,6 +4,7 @@ import pytest
 
 from autoshard import plan
 from autoshard.models.workloads import workload
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_step
 
 TINY = workload("moe-tiny")
@@ -32,6 +33,17 @@ def test_the_batch_is_sharded_over_the_axis_of_the_experts():
     kinds = {(kind, line.rpartition("(")[2].rstrip(")")) for kind, _, _, line in by_experts.traffic}
     assert {kind for kind, where in kinds if where == "Experts._by_capacity"} == {"all-to-all"}
     assert not any(kind in ("all-gather", "all-reduce") and "multiply" in where for kind, where in kinds)
+
+
+def test_masks_stay_with_their_tokens_where_experts_take_a_sum_over_them():
+    """With `remat=full`, hidden units are multiplied by gates: sums of masks over tokens."""
+    full = plan(*workload_step(TINY.with_(remat="full")), target="cpu:8", plan="ep:8", donate_argnums=0)
+    bound = bound_or_error(full.bound)
+    axes, (experts,) = bound.layout.axes, bound.problem.roles.experts
+    config = TINY.config
+    mask = (TINY.batch_size, config.gpt.context, config.experts, config.capacity(config.gpt.context))
+    found = {axes.of_value[v][2] for v, aval in enumerate(axes.program.avals) if aval.shape == mask}
+    assert found and all(experts not in dim for dim in found)
 
 
 def test_a_program_without_a_router_keeps_its_axes():

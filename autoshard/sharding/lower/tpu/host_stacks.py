@@ -10,8 +10,8 @@ each slice moves:
     sent now        in the iteration that computes it
 
 A slice is fetched now if it is needed in the second half of the iteration's FLOPs, else ahead. It is needed by the
-first product that takes it, or takes what elementwise operators compute from it: they can wait for it. A result is sent
-now if it is computed in the first half; XLA schedules the other sends. The bounds are `FETCHED_NOW_FROM` and
+first product or inner loop that takes it, or takes what other operators compute from it: those can wait. A result is
+sent now if it is computed in the first half; XLA schedules the other sends. The bounds are `FETCHED_NOW_FROM` and
 `SENT_NOW_UNTIL`.
 
 Slices are fetched one after the other, in the order in which they are needed. If several are needed together, the
@@ -117,8 +117,8 @@ class _Times:
     def needed(self, value: int) -> float | None:
         """Return when a value is needed on the device; None if it is used in host memory, too, or nowhere.
 
-        Elementwise operators can wait. So a value is needed by the first product that takes it, or takes what they
-        compute from it. If there is no such product, it is needed at its first use.
+        A value is needed by the first product, or operator with a block, that takes it or takes what other operators
+        compute from it. Those can wait. If there is no such product, the value is needed at its first use.
         """
         users = self.users.get(value, [])
         if value in self.results or not all(map(is_host_transfer, users)):

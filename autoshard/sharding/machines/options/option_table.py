@@ -250,7 +250,7 @@ _ALL = (
         "how many transfers of host memory are in flight at the same time",
         "maxtext, axlearn",
     ),
-    Option(TILES, "whether 16-bit arrays may have tiles of 16 rows, and not of 8", "libtpu"),
+    Option(TILES, "whether 16-bit arrays may have tiles of 16 rows instead of 8", "libtpu"),
     Option(
         "xla_tpu_aggressive_opt_barrier_removal", "removes optimization barriers", "maxtext, axlearn", _UNDOES_BARRIERS
     ),
