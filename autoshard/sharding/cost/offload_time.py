@@ -11,8 +11,9 @@ code that contains it. So only the compute there can hide it. A nested loop body
 own. If one stretch contains the forward and the backward pass, as with unrolled layers, all of its compute may hide
 transfers of both directions. The compiler's own schedule of transfers is in the audit (`hlo.host_transfers`).
 
-On GPUs nothing hides transfers, and the two directions take turns (`machines.constants.EXPOSED_TRANSFERS`): all of
-their time is exposed.
+On tpu7x compute hides no fetches (`Chip.hides_fetches`): `first` is the time of all transfers from the host. On GPUs
+nothing hides transfers, and the two directions take turns (`machines.constants.EXPOSED_TRANSFERS`): all of their time
+is exposed.
 
 On TPUs, the program says when loops move slices, so that all compute of an iteration can hide them
 (`lower.tpu.host_stacks`). Slices are fetched one iteration ahead, so nothing hides the fetches for the first iteration.
@@ -115,7 +116,8 @@ class HostTraffic:
             return HostTime(total, total * per_byte, total * per_byte)
         busy = {stretch: max(both) * per_byte for stretch, both in sent.items() if any(both)}
         compute = {stretch: times.total_us(stretch) * self.trips[stretch] for stretch in busy}
-        first = {s: sent[s][False] * per_byte * self.starts[s] / self.trips[s] for s in busy}
+        waits = {s: self.starts[s] / self.trips[s] if chip.hides_fetches else 1.0 for s in busy}
+        first = {s: sent[s][False] * per_byte * waits[s] for s in busy}
         exposed = sum(first[s] + max(busy[s] - first[s] - compute[s], 0.0) for s in busy)
         return HostTime(total, sum(busy.values()), exposed)
 

@@ -6,8 +6,8 @@
           whole chip (two cores, "megacore"). Peak at 8 bits: int8 on the pages of v5e, v5p and v6e; that of v4 equals
           its bfloat16 one. The page of tpu7x gives float8 only. JAX's `pallas.tpu` tables agree. The memory is what
           XLA's out-of-memory messages report as available to a program. On-chip memory: the vector memory in JAX's
-          `pallas.tpu` tables, summed over the cores of a device; for v4, the common memory that its cores share.
-          Vector memory: that of one core, from the same tables.
+          `pallas.tpu` tables, summed over the cores of a device; for v4, the common memory that its cores share. Vector
+          memory: that of one core, from the same tables.
           Network: data center network per chip on the page of tpu7x (v5p, v6e, tpu7x), per pod on that of v5e; v4 is
           assumed to have that of v5p. Clock: the one at which the matrix units reach the peak (tpu7x: four of 256 x 256
           per device).
@@ -95,8 +95,7 @@ class Chip:
         hides: kinds of collectives that the compiler makes asynchronous under `options`, so that compute hides them.
         synchronous_gathers: gathers over groups of up to this many devices are synchronous in spite of `hides`.
         gather_dims: so are gathers over groups that are not a box of neighbours in so many dimensions of the torus.
-        keeps_gathers: the compiler keeps a gather over several dimensions of the torus as it is. Then no gather is
-            synchronous because of its group.
+        keeps_gathers: the compiler keeps gathers over several torus dimensions. None is then synchronous by its group.
         keeps_reduce_scatters: the compiler emits reduce-scatters. Otherwise it emits all-reduces instead.
         options: compiler options (`options.default_options`). They are part of every plan for this chip.
         clock_hz: cycles per second of the compiler's cycle estimates; 0 if the compiler gives none.
@@ -106,6 +105,7 @@ class Chip:
         efficiency_fp8: the same for float8 products; 0 if it is `efficiency`.
         vector_ops: 32-bit operations per second of the vector units; 0 if kernels are not priced by them (GPUs).
         multiprocessors: streaming multiprocessors, which compute and collectives share; 0 if collectives take none.
+        hides_fetches: whether compute hides fetches from host memory.
         kinds: substrings of JAX's `device_kind` that identify this chip.
     """
 
@@ -139,6 +139,7 @@ class Chip:
     vector_memory_bytes: int = 0
     vector_ops: float = 0.0
     multiprocessors: int = 0
+    hides_fetches: bool = True
     efficiency: float = PEAK_REACHED
     efficiency_fp8: float = 0.0
     kinds: tuple[str, ...] = field(default=(), repr=False)
@@ -185,9 +186,7 @@ def _tpu(
     vector_units: int = 1,
     **more: Any,
 ) -> Chip:
-    # v5e and v6e: a dimension of 16 chips is a ring. Three dimensions: slices are built of 4 x 4 x 4 cubes, whose
-    # opposite faces can be linked. Source: jax-ml.github.io/scaling-book.
-    wraps_at, options = 16 if torus == 2 else 4, default_options(name)
+    wraps_at, options = 16 if torus == 2 else 4, default_options(name)  # chips of a ring: jax-ml.github.io/scaling-book
     return Chip(
         "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, net_gb * GB,
         host_bandwidth=host_gb * GB, host_memory_bytes=ram_gb * GB, torus=torus, wraps_at=wraps_at,
@@ -195,6 +194,7 @@ def _tpu(
         vector_memory_bytes=vector_mib * 2**20, vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
         hides=asynchronous_kinds(name, options), synchronous_gathers=SYNCHRONOUS_GATHERS.get(name, 0),
         gather_dims=GATHER_DIMS.get(name, 0), keeps_gathers=keeps_gathers(name, options),
+        hides_fetches=name not in constants.EXPOSED_FETCHES,
         keeps_reduce_scatters=keeps_reduce_scatters(name, options), options=options, **more,
     )  # fmt: skip
 

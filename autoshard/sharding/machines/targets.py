@@ -36,8 +36,8 @@ __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target
 
 # Attributes of a chip that a target file cannot set. They describe named targets, or the compiler.
 _NOT_IN_FILES = (
-    "kinds", "hides", "synchronous_gathers", "gather_dims", "keeps_gathers", "keeps_reduce_scatters", "options",
-    "torus", "wraps_at", "pod", "domain", "cores",
+    "kinds", "hides", "synchronous_gathers", "gather_dims", "keeps_gathers", "keeps_reduce_scatters", "hides_fetches",
+    "options", "torus", "wraps_at", "pod", "domain", "cores",
 )  # fmt: skip
 _FINITE: Readers = {float: finite}
 

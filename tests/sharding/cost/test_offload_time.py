@@ -81,6 +81,15 @@ def test_on_a_gpu_nothing_hides_transfers():
     assert found.host_exposed_us == found.host_us == pytest.approx(expected)
 
 
+def test_on_tpu7x_compute_hides_transfers_to_the_host_alone():
+    """The rest of the transfers to the host is longer than the compute of the forward loop."""
+    target = "tpu7x:2x2x1"
+    one_way = LAYERS * VALUE / 8 / (find_target(target).chip.host_bandwidth * HOST_BANDWIDTH_REACHED) * 1e6
+    found = estimate(16_384, target=target)
+    assert found.host_us == pytest.approx(2 * one_way)
+    assert one_way < found.host_exposed_us < 2 * one_way
+
+
 def test_the_forward_loop_does_not_hide_transfers_of_the_backward_loop():
     """The loops' exposed parts add up: each is its own transfers less its own compute."""
     found = estimate(128)
