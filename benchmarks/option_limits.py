@@ -17,8 +17,8 @@ dimension alone. `exposed` is the exposed part of the gathers' time. `kept` comp
 options, which keep a gather over several dimensions as it is, and without that option. It has fewer gathers then. On
 v5e and v6e the width is 1024.
 
-`stacks` compiles eight layers with two values each in host memory (`host_stacks.py`, case `one`) under the default
-options, and without tiles of 8 rows for 16-bit arrays.
+`stacks` compiles eight layers, each with two values in host memory (`host_stacks.py`, case `one`). It compares the
+default options with the same options without `TILES`, which limits 16-bit arrays to tiles of 8 rows.
 
 Times are those of the audit. Nothing runs. Each row is stored in `results/option_limits.json`. The tables in
 `autoshard.sharding.machines.options.option_sets` are these rows.
@@ -174,7 +174,7 @@ def kept(target: str) -> Iterator[Row]:
 
 
 def stacks(target: str) -> Iterator[Row]:
-    """Compile layers with values in host memory under the default options, and without the one for tiles."""
+    """Compile layers with values in host memory under the default options, and under the same without `TILES`."""
     compiled = _compiled(host_stacks.case_step("one"), target, STACKS[target])
     options = default_options(target.partition(":")[0])
     base = compiled({name: value for name, value in options.items() if name != TILES})

@@ -10,8 +10,8 @@ Tokens are dispatched to experts in one of two ways.
 
 - `capacity`: the tokens of a group of `group_size` compete for the `capacity` slots of each expert
   (`models.capacity`). A choice without a slot is dropped: that expert adds nothing, and a token without any slot keeps
-  only its residual. If all layers would compute the outputs of experts again in the backward pass, the gates' gradient
-  is a sum over hidden units, and needs no outputs.
+  only its residual. If no layer keeps the experts' outputs for the backward pass, the gates' gradient is a sum over
+  hidden units. Otherwise it is a sum over outputs.
 - `dropless`: tokens are sorted by expert, and each expert processes its own rows (`models.dropless`).
 
 Two auxiliary losses, taken over all tokens of the batch and summed over layers, keep all experts in use and the logits
@@ -160,7 +160,7 @@ class Experts(nnx.Module):
             return quantized_einsum(SLOTS, rows, weights, self.cfg.gpt.quantization)
 
         unit, weights = (gelu, [self.w_up]) if self.w_gate is None else (swiglu, [self.w_gate, self.w_up])
-        products = [named(multiply(rows, w[...].astype(rows.dtype)), "mlp_in") for w in weights]
+        products = tuple(named(multiply(rows, w[...].astype(rows.dtype)), "mlp_in") for w in weights)
         down = self.w_down[...].astype(rows.dtype)
         if gates is None:
             return named(multiply(unit(products), down), "mlp_out")

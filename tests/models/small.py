@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.extend
 import numpy as np
 import optax
 from flax import nnx
@@ -68,10 +69,8 @@ def equations(jaxpr):
     """Yields all equations of a jaxpr and of its nested jaxprs."""
     for equation in jaxpr.eqns:
         yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
 def intermediate_shapes(jaxpr):

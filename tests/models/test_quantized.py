@@ -4,7 +4,6 @@ import dataclasses
 import sys
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from autoshard.models.quantized import quantized_einsum
 from autoshard.models.vit import ViTConfig
 from autoshard.models.workloads import workload
 from tests.arrays import array
-from tests.models.small import TINY, filled, quickly
+from tests.models.small import TINY, equations, filled, quickly
 
 SPECS = {
     "bse,ef->bsf": ((4, 8, 16), (16, 32)),
@@ -192,18 +191,11 @@ def test_a_model_has_the_loss_and_gradients_of_one_device(quantization, words, c
         assert np.linalg.norm(other - one) / np.linalg.norm(one) < 0.04
 
 
-def traced_dtypes(jaxpr, found):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is lax.dot_general_p:
-            found.append(tuple(v.aval.dtype.name for v in eqn.invars))
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            traced_dtypes(inner, found)
-    return found
-
-
 def test_every_projection_of_a_layer_has_8_bit_operands_and_nothing_else():
     run, params, rows = loss_and_gradients(dataclasses.replace(SMALL, quantization="fp8", attention="plain"))
-    found = traced_dtypes(jax.make_jaxpr(run)(params, rows).jaxpr, [])
+    traced = jax.make_jaxpr(run)(params, rows).jaxpr
+    products = [each for each in equations(traced) if each.primitive is lax.dot_general_p]
+    found = [tuple(v.aval.dtype.name for v in each.invars) for each in products]
     # Seven projections, forward and twice backward; attention's two products and the head, likewise.
     narrow = [each for each in found if any("float8" in name for name in each)]
     assert len(narrow) == 3 * 7 and len(found) - len(narrow) == 3 * 3

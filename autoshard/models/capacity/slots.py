@@ -10,13 +10,14 @@ Source: GShard (arXiv:2006.16668) for groups, capacity and the order of choices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.lax import optimization_barrier
 
 from autoshard.models.dropless.units import Unit
 from autoshard.models.moe_config import MoEConfig
@@ -47,25 +48,20 @@ def dispatch_masks(cfg: MoEConfig, gates: jax.Array, chosen: jax.Array) -> tuple
     # An expert's queue: all first choices in the order of tokens, then all second choices.
     queue = jnp.swapaxes(choice, 1, 2).reshape(groups, top_k * size, cfg.experts)
     before = (jnp.cumsum(queue, axis=1) - queue).reshape(groups, top_k, size, cfg.experts)
-    # A token chooses an expert at most once, so sums over the choices pick one of them: its slot, counted from 1.
+    # A token chooses an expert at most once. So at most one term of a sum over choices is not zero. Slots count from 1.
     slot = jnp.sum((jnp.swapaxes(before, 1, 2) + 1) * choice, axis=2)
     gate = jnp.sum(gates[..., None] * choice.astype(gates.dtype), axis=2)
-    # An expert that is not chosen, or a slot beyond the capacity, gives a row of zeros.
+    # The row is zero if the expert is not chosen, or if the slot exceeds the capacity.
     taken = one_hot(slot - 1, cfg.capacity(size), gates.dtype)
     return taken, taken * gate[..., None]
 
 
-def gated_outputs(unit: Unit, products: Sequence[jax.Array], gates: jax.Array, down: jax.Array) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def gated_outputs(unit: Unit, products: tuple[jax.Array, ...], gates: jax.Array, down: jax.Array) -> jax.Array:
     """Multiply the hidden units of all slots by `down`, and the results by the gates of the slots.
 
-    The gates' gradient is a sum over hidden units, so the backward pass needs no output of an expert. That pays where
-    it would have to compute the outputs again. Gates multiply the cotangent `[experts, groups, capacity, width]`, and
-    not the hidden units, which are larger. Two barriers keep XLA from holding more arrays of that size.
-
-    Compiled for v5e:4x4, a step of four layers of Mixtral 8x22B (`fsdp:4 ep:4`, 48 sequences of 4096, attention's
-    inputs in host memory) takes 2.79 s and 13.3 GiB. It takes 3.15 s and 12.7 GiB with combine weights, and 14.1 GiB
-    without the barriers. Where outputs are kept, combine weights are faster: 0.287 s instead of 0.306 s for a model of
-    2.4B parameters under `dp:4 ep:4`.
+    The gates' gradient is a sum over hidden units, so the backward pass does not need the experts' outputs. This is
+    faster if it would have to recompute them, and slower if they are kept (`benchmarks/expert_gates.py`).
 
     Args:
         unit: computes hidden units from products.
@@ -76,30 +72,29 @@ def gated_outputs(unit: Unit, products: Sequence[jax.Array], gates: jax.Array, d
     Returns:
         `[experts, groups, capacity, width]`.
     """
+    return jnp.einsum(SLOTS, unit(products), down) * gates[..., None]
 
-    # An inner function, because the rule is for arrays, and `unit` is none.
-    @jax.custom_jvp
-    def outputs(products: tuple[jax.Array, ...], gates: jax.Array, down: jax.Array) -> jax.Array:
-        return jnp.einsum(SLOTS, unit(products), down) * gates[..., None]
 
-    def change(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, Any]:
-        (products, gates, down), (d_products, d_gates, d_down) = primals, tangents
-        units, terms = list[jax.Array](), list[jax.Array]()
-        if not all(map(_is_zero, d_products)):
-            moved = [jnp.zeros_like(x) if _is_zero(d) else d for x, d in zip(products, d_products, strict=True)]
-            d_hidden = jax.jvp(unit, (products,), (tuple(moved),))[1]
-            units.append(lax.optimization_barrier(d_hidden) * gates[..., None])
-        if not _is_zero(d_gates):
-            units.append(unit(lax.optimization_barrier(products)) * d_gates[..., None])
-        if units:
-            terms.append(jnp.einsum(SLOTS, sum(units[1:], units[0]), down))
-        if not _is_zero(d_down):
-            terms.append(jnp.einsum(SLOTS, unit(products), d_down) * gates[..., None])
-        result = outputs(*primals)
-        return result, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(result)
+@partial(gated_outputs.defjvp, symbolic_zeros=True)
+def _(unit: Unit, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+    """The gates multiply `[experts, groups, capacity, width]`, which is smaller than the hidden units.
 
-    outputs.defjvp(change, symbolic_zeros=True)
-    return outputs(tuple(products), gates, down)
+    Two barriers keep XLA from holding more arrays of the size of the hidden units.
+    """
+    (products, gates, down), (d_products, d_gates, d_down) = primals, tangents
+    units, terms = list[jax.Array](), list[jax.Array]()
+    if not all(map(_is_zero, d_products)):
+        moved = tuple(jnp.zeros_like(x) if _is_zero(d) else d for x, d in zip(products, d_products, strict=True))
+        d_hidden = jax.jvp(unit, (products,), (moved,))[1]
+        units.append(optimization_barrier(d_hidden) * gates[..., None])
+    if not _is_zero(d_gates):
+        units.append(unit(optimization_barrier(products)) * d_gates[..., None])
+    if units:
+        terms.append(jnp.einsum(SLOTS, sum(units[1:], units[0]), down))
+    if not _is_zero(d_down):
+        terms.append(jnp.einsum(SLOTS, unit(products), d_down) * gates[..., None])
+    result = gated_outputs(unit, *primals)
+    return result, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(result)
 
 
 def _is_zero(tangent: Any) -> bool:

@@ -60,7 +60,7 @@ def named_groups(policy: str) -> Mapping[str, tuple[str, ...]] | None:
 
 
 def recomputes(remat: str, name: str) -> bool:
-    """Return whether the backward passes of all layers compute a named value again.
+    """Return whether the backward pass of every layer computes a named value again.
 
     Args:
         remat: the policies.

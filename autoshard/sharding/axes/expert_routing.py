@@ -2,9 +2,9 @@
 
 The rules unify the two, because they number the same experts. But values of tokens and experts (router logits, masks)
 must stay with their tokens, while the rows of an expert move to the device that holds the expert, over the same mesh
-axis. So only the values that a product with expert weights reaches keep the axis of experts. The way to them ends at
-other contractions, and at operators that add or sum the tokens which a mask dispatches. An example of the latter is the
-sum over a mask and gates that gives the gate of each row. In all other values the axis of experts becomes a new one.
+axis. So only values that are connected to a product with expert weights keep the axis of experts. In all other values
+it becomes a new axis. Contractions do not connect values. Other operators connect only values with the same axes of
+dispatched tokens. So a mask is not connected to the gates of rows, which are sums of the mask and gates over tokens.
 
 No plan shards the new axis, unless a product dispatches tokens of the whole batch (`dispatched_rows`), as in
 `einsum("tec,td->ecd")`. Then `ep` shards it in the masks: each device gathers all tokens and computes the rows of its
@@ -81,10 +81,10 @@ def _computed_by_experts(axes: LogicalAxes, roles: Roles, with_experts: Iterable
 
 
 def _dispatched_tokens(axes: LogicalAxes, roles: Roles, with_experts: Set[int]) -> set[int]:
-    """Return the axes of tokens that masks dispatch to experts, or of which gradients are dispatched.
+    """Return the axes of tokens that masks dispatch to experts.
 
-    A contraction sums over them. Both operands have rows of the batch, one of them has experts, and so has the result.
-    No weight of experts has them, so they are neither the width nor hidden units.
+    A contraction dispatches tokens, or their gradients, if it sums over these axes, both operands have rows of the
+    batch, and one operand and the result have experts. Axes of expert weights are left out: the width and hidden units.
     """
     weights = [v for v, role in roles.inputs.items() if role == "parameter" and v in with_experts]
     in_weights, found = {axis for v in weights for axis in _axes_of(axes, v)}, set[int]()

@@ -26,11 +26,10 @@ HOST_BANDWIDTH_REACHED = 0.9
 # host memory on GPUs depends on it (`cost.offload_time`, `hlo.host_transfers`).
 EXPOSED_TRANSFERS = frozenset({"cuda"})
 
-# TPUs on which compute hides no fetch from host memory. Source: Llama 3 70B on tpu7x:4x4x4, `fsdp:128`, two
-# microbatches, `host:residual+qkv+context+out_proj keep:mlp_in`, compiled with libtpu 0.0.42.1. Of transfers, 2.5 to
-# 3.0 s are exposed (joined measure), and the fetches take 3.2 s. XLA changes the layouts of fetched slices on the
-# SparseCores. These calls queue with the gathers, so XLA fetches all slices at the start of an iteration. That is so
-# whether the program or XLA chooses when slices move, and without `xla_tpu_enable_sparse_core_offload_queuing_in_lhs`.
+# TPUs on which compute hides no fetch from host memory. Source: Llama 3 70B on tpu7x:4x4x4, compiled with libtpu
+# 0.0.42.1 (`benchmarks/results/recipes/llama3-70b-tpu7x-64-bf16.json`, the row with `host:`). The fetches of a step take
+# 3.2 s, and 3.0 s of copies are exposed (`copies`, joined measure). XLA changes the layouts of fetched slices on the
+# SparseCores, which also run the gathers. It schedules all fetches at the start of an iteration, before any compute.
 EXPOSED_FETCHES = frozenset({"tpu7x"})
 
 # Fraction of a host's memory that the values of its devices may take. Source: chosen, not measured. The rest is for the

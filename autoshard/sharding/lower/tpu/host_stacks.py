@@ -9,14 +9,14 @@ each slice moves:
     fetched ahead   one iteration before; the carry of the scan holds the slice
     sent now        in the iteration that computes it
 
-A slice is fetched now if it is needed in the second half of the iteration's FLOPs, else ahead. It is needed by the
-first product or inner loop that takes it, or takes what other operators compute from it: those can wait. A result is
-sent now if it is computed in the first half; XLA schedules the other sends. The bounds are `FETCHED_NOW_FROM` and
-`SENT_NOW_UNTIL`.
+A slice is fetched now if it is needed in the second half of the iteration's FLOPs, else ahead. It is needed when the
+first product or inner loop uses it or a value that other operators compute from it. Those operators can wait. A result
+is sent now if it is computed in the first half of the FLOPs. XLA schedules the other sends. The bounds are
+`FETCHED_NOW_FROM` and `SENT_NOW_UNTIL`.
 
-Slices are fetched one after the other, in the order in which they are needed. If several are needed together, the
-smallest is first: XLA schedules a loop body from its end and gives each fetch more compute than it needs, so the first
-ones get what is left.
+Slices are fetched one after the other, in the order in which they are needed. If several are needed at the same time,
+the smallest is fetched first. XLA schedules a loop body backward and gives each fetch more compute than it needs, so
+little compute is left for the first fetches.
 
 Three kinds of barriers keep XLA from moving these transfers. The index of a slice waits for the carry. Each fetch waits
 for the fetch before it. The carry waits for the stacks of sent results. A slice that is fetched ahead is also copied by
@@ -26,10 +26,10 @@ of the slice before. In the last iteration, fetches ahead have no use: they repe
 Compiled for v5e:2x4, eight layers of six matrices under `fsdp:8`, with two values of 64 MiB per layer in host memory,
 take 341 ms instead of 394 (`benchmarks/host_stacks.py`).
 
-Mistral 7B with `host:residual+qkv+context`, 48 rows of 8192, compiled for v6e:2x4 under `fsdp:8`, takes 4.83 s and
-exposes 0.15 s of transfers. Its backward pass recomputes the start of a layer, which scales the queries, but only the
-gradient of attention needs them. If they are fetched ahead because of their first use, and the keys and values, too,
-the step takes 5.23 s and exposes 0.50 s.
+Mistral 7B is an example (`python benchmarks/recipes.py --only mistral-7b-v6e-8`). Its plan for v6e:2x4 keeps queries,
+keys and values in host memory. The backward pass scales the queries early, but only the gradient of attention, which
+comes late, multiplies them. Fetched now, the compiled step takes 4.83 s, of which 0.15 s are exposed transfers. Fetched
+ahead, because of the first use, it takes 5.23 s and exposes 0.50 s.
 """
 
 from __future__ import annotations

@@ -1,0 +1,107 @@
+"""How fast a step with experts is for each way to compute the gradient of the gates.
+
+    python benchmarks/expert_gates.py [CASE ...]    compile both ways of these cases; default: all
+    python benchmarks/expert_gates.py --show        the stored rows, without compiling
+
+Experts with a capacity compute this gradient as a sum over their outputs, or over their hidden units
+(`models/capacity/slots.py`). The model chooses by its remat policy. The sides are:
+
+    outputs     gates multiply the outputs
+    hidden      gates multiply hidden units in the backward pass, which needs no outputs
+    no barriers as `hidden`, without the two barriers
+
+Nothing runs. Rows are stored in `results/expert_gates/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import common  # sets up the path and the devices first
+from plan_rows import Planned, Store, prediction, run_cases
+from ranked_plans import Case
+from rich.console import Console
+from rich.table import Table
+
+from autoshard import plan
+from autoshard.models import moe
+from autoshard.models.capacity import slots
+from autoshard.sharding.audit.export import export_plan
+from autoshard.sharding.planner.bound_plan import bound_or_error
+from autoshard.train.program.build import workload_variants
+
+FOLDER = common.RESULTS / "expert_gates"
+CASES: Mapping[str, Case] = {
+    "recomputed": Case(
+        "mixtral-8x22b", "v5e:4x4", "fsdp:4 ep:4", ("host:residual+qkv+out_proj",),
+        sizes={
+            "batch_size": 48, "context": 4096, "layers": 4, "param_dtype": "bfloat16", "dispatch": "capacity",
+            "capacity_factor": 1.25,
+        },
+    ),
+    "kept": Case(
+        "moe-2.4b", "v5e:4x4", "dp:4 ep:4 state", ("keep:context+out_proj+mlp_in+mlp_out",), sizes={"batch_size": 128}
+    ),
+}  # fmt: skip
+# Side -> whether gates multiply hidden units, and whether the barriers are there.
+SIDES: Mapping[str, tuple[bool, bool]] = {
+    "outputs": (False, True),
+    "hidden": (True, True),
+    "no barriers": (True, False),
+}
+
+
+@contextlib.contextmanager
+def gradient_by(side: str) -> Any:
+    """Let models compute the gradient of the gates in the way of a side."""
+    hidden, barriers = SIDES[side]
+    same: Callable[[Any], Any] = lambda x: x  # noqa: E731
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(moe, "recomputes", lambda remat, name: hidden))
+        if not barriers:
+            stack.enter_context(patch.object(slots, "optimization_barrier", same))
+        yield
+
+
+def compile_rows(name: str, timeout_s: float) -> None:
+    """Compile and store a case in all ways."""
+    case = CASES[name]
+    store = Store(name, case.target, FOLDER, timeout_s)
+    store.begin()
+    (remat,) = case.remats
+    variants = {"remat": [remat], "microbatches": [case.microbatches]}
+    for side in SIDES:
+        with gradient_by(side):
+            step, *shapes = workload_variants(case.work)
+            made = plan(step, *shapes, target=case.target, plan=case.words, donate_argnums=0, variants=variants)
+            options = made.compiler_options.get("tpu", {})
+            exported = export_plan(bound_or_error(made.bound).executable, options)
+        store.finish(Planned(side, case.words, made.chosen, remat, 1, None, prediction(made)), options, exported)
+
+
+def show(stores: Sequence[Store]) -> int:
+    """Print the rows."""
+    table = Table("case", "side", "predicted s", "joined s", "predicted GiB", "GiB", "result")
+    for store in stores:
+        for row in store.rows:
+            joined = f"{row.step['joined']:.3f}" if row.step else ""
+            peak = f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else ""
+            planned = f"{row.predicted['step']:.3f}", f"{row.predicted['memory_bytes'] / 2**30:.2f}"
+            table.add_row(store.case, row.side, planned[0], joined, planned[1], peak, row.kind)
+    Console(width=120).print(table)
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compile and print the cases."""
+    targets = {name: case.target for name, case in CASES.items()}
+    return run_cases(arguments, __doc__, targets, FOLDER, compile_rows, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
