@@ -6,9 +6,9 @@
 Experts with a capacity compute this gradient as a sum over their outputs, or over their hidden units
 (`models/capacity/slots.py`). The model chooses by its remat policy. The sides are:
 
-    outputs     gates multiply the outputs
-    hidden      gates multiply hidden units in the backward pass, which needs no outputs
-    no barriers as `hidden`, without the two barriers
+    outputs       a sum over outputs
+    hidden        a sum over hidden units
+    no barriers   a sum over hidden units, without the two barriers
 
 Nothing runs. Rows are stored in `results/expert_gates/`.
 """
@@ -48,7 +48,7 @@ CASES: Mapping[str, Case] = {
         "moe-2.4b", "v5e:4x4", "dp:4 ep:4 state", ("keep:context+out_proj+mlp_in+mlp_out",), sizes={"batch_size": 128}
     ),
 }  # fmt: skip
-# Side -> whether gates multiply hidden units, and whether the barriers are there.
+# Side -> whether the gradient is a sum over hidden units, and whether the barriers are there.
 SIDES: Mapping[str, tuple[bool, bool]] = {
     "outputs": (False, True),
     "hidden": (True, True),

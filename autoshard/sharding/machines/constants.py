@@ -26,8 +26,8 @@ HOST_BANDWIDTH_REACHED = 0.9
 # host memory on GPUs depends on it (`cost.offload_time`, `hlo.host_transfers`).
 EXPOSED_TRANSFERS = frozenset({"cuda"})
 
-# TPUs on which compute hides no fetch from host memory. Source: Llama 3 70B on tpu7x:4x4x4, compiled with libtpu
-# 0.0.42.1 (`benchmarks/results/recipes/llama3-70b-tpu7x-64-bf16.json`, the row with `host:`). The fetches of a step take
+# TPUs on which compute hides no fetch from host memory. Source: the row with `host:` in
+# `benchmarks/results/recipes/llama3-70b-tpu7x-64-bf16.json`, compiled with libtpu 0.0.42.1. The fetches of a step take
 # 3.2 s, and 3.0 s of copies are exposed (`copies`, joined measure). XLA changes the layouts of fetched slices on the
 # SparseCores, which also run the gathers. It schedules all fetches at the start of an iteration, before any compute.
 EXPOSED_FETCHES = frozenset({"tpu7x"})

@@ -1,5 +1,7 @@
 """Experts are sharded over the mesh axes of the batch, and the router's experts are a separate logical axis."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
@@ -44,6 +46,35 @@ def test_masks_stay_with_their_tokens_where_experts_take_a_sum_over_them():
     mask = (TINY.batch_size, config.gpt.context, config.experts, config.capacity(config.gpt.context))
     found = {axes.of_value[v][2] for v, aval in enumerate(axes.program.avals) if aval.shape == mask}
     assert found and all(experts not in dim for dim in found)
+
+
+def test_a_norm_over_the_width_of_experts_stays_with_them():
+    """The gradient of combine weights is a sum over the width, but the width is no axis of tokens."""
+    width, hidden, experts, slots = 32, 64, 8, 16
+
+    def loss(p, x, y):
+        chances = jax.nn.softmax(x @ p["router"])
+        best, chosen = jax.lax.top_k(chances, 2)
+        picked = jax.nn.one_hot(chosen, experts)
+        place = jnp.cumsum(picked.sum(2), axis=1) - 1
+        mask = picked.sum(2)[..., None] * jax.nn.one_hot(place.astype(int), slots)
+        gates = (picked * best[..., None]).sum(2)
+        rows = jnp.einsum("gsec,gsd->egcd", jax.lax.stop_gradient(mask), x)
+        out = jnp.einsum("egcf,efd->egcd", jax.nn.gelu(jnp.einsum("egcd,edf->egcf", rows, p["up"])), p["down"])
+        out = normed(out)
+        return jnp.mean((jnp.einsum("gsec,egcd->gsd", mask * gates[..., None], out) - y) ** 2)
+
+    def normed(x):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+    def step(p, x, y):
+        return jax.tree.map(lambda w, g: w - g, p, jax.grad(loss)(p, x, y))
+
+    shapes = {"router": (width, experts), "up": (experts, width, hidden), "down": (experts, hidden, width)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((16, 32, width), "float32")
+    planned = plan(step, params, x, x, target="cpu:8", plan="ep:8")
+    assert not [each for each in planned.traffic if "normed" in each[3]]
 
 
 def test_a_program_without_a_router_keeps_its_axes():
