@@ -246,9 +246,12 @@ def main(arguments: Sequence[str]) -> None:
     if given.show or given.what is None:
         print(*stored(), sep="\n")
         return
+    known = PARTS[given.what]
+    if unknown := [name for name in given.names if name not in known]:
+        parser.error(f"{given.what} has no {', '.join(unknown)}; choose from {', '.join(known)}")
     if missing := missing_compiler("tpu"):
         sys.exit(missing)
-    for name in given.names or PARTS[given.what]:
+    for name in given.names or known:
         for row in _rows(given.what, name, given.sizes):
             save(row)
             print(row, flush=True)

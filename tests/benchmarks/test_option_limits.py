@@ -62,6 +62,12 @@ def test_stacks_in_host_memory_are_compared_with_a_program_without_the_option(co
     assert (row.option, row.program) == ("tiles of 8 rows", "stacks in host memory, fsdp:8")
 
 
+def test_an_unknown_machine_is_an_error_that_lists_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        option_limits.main(["stacks", "v5e:2x4"])
+    assert "stacks has no v5e:2x4; choose from tpu7x:2x2x1" in capsys.readouterr().err
+
+
 def test_the_mlp_computes_its_gradients(monkeypatch):
     monkeypatch.setattr(option_limits, "SIZES", {(4, 8): True, (4, 6): False})
     for sizes, weights in (((4, 8), 3), ((4, 6), 2)):
