@@ -6,20 +6,16 @@
 Experts with a capacity compute this gradient as a sum over their outputs, or over their hidden units
 (`models/capacity/slots.py`). The model chooses by its remat policy. The sides are:
 
-    outputs       a sum over outputs
-    hidden        a sum over hidden units
-    no barriers   a sum over hidden units, without the two barriers
+    outputs   a sum over outputs
+    hidden    a sum over hidden units
 
 Nothing runs. Rows are stored in `results/expert_gates/`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Mapping, Sequence
 from unittest.mock import patch
 
 import common  # sets up the path and the devices first
@@ -30,7 +26,6 @@ from rich.table import Table
 
 from autoshard import plan
 from autoshard.models import moe
-from autoshard.models.capacity import slots
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_variants
@@ -48,35 +43,18 @@ CASES: Mapping[str, Case] = {
         "moe-2.4b", "v5e:4x4", "dp:4 ep:4 state", ("keep:context+out_proj+mlp_in+mlp_out",), sizes={"batch_size": 128}
     ),
 }  # fmt: skip
-# Side -> whether the gradient is a sum over hidden units, and whether the barriers are there.
-SIDES: Mapping[str, tuple[bool, bool]] = {
-    "outputs": (False, True),
-    "hidden": (True, True),
-    "no barriers": (True, False),
-}
-
-
-@contextlib.contextmanager
-def gradient_by(side: str) -> Any:
-    """Let models compute the gradient of the gates in the way of a side."""
-    hidden, barriers = SIDES[side]
-    same: Callable[[Any], Any] = lambda x: x  # noqa: E731
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(moe, "recomputes", lambda remat, name: hidden))
-        if not barriers:
-            stack.enter_context(patch.object(slots, "optimization_barrier", same))
-        yield
+SIDES = {"outputs": False, "hidden": True}  # side -> whether the gradient is a sum over hidden units
 
 
 def compile_rows(name: str, timeout_s: float) -> None:
-    """Compile and store a case in all ways."""
+    """Compile and store a case in both ways."""
     case = CASES[name]
     store = Store(name, case.target, FOLDER, timeout_s)
     store.begin()
     (remat,) = case.remats
     variants = {"remat": [remat], "microbatches": [case.microbatches]}
     for side in SIDES:
-        with gradient_by(side):
+        with patch.object(moe, "recomputes", lambda remat, name, side=side: SIDES[side]):
             step, *shapes = workload_variants(case.work)
             made = plan(step, *shapes, target=case.target, plan=case.words, donate_argnums=0, variants=variants)
             options = made.compiler_options.get("tpu", {})

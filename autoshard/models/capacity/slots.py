@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.lax import optimization_barrier
 
 from autoshard.models.dropless.units import Unit
 from autoshard.models.moe_config import MoEConfig
@@ -77,18 +76,15 @@ def gated_outputs(unit: Unit, products: tuple[jax.Array, ...], gates: jax.Array,
 
 @partial(gated_outputs.defjvp, symbolic_zeros=True)
 def _(unit: Unit, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, Any]:
-    """The gates multiply `[experts, groups, capacity, width]`, which is smaller than the hidden units.
-
-    Two barriers keep XLA from holding more arrays of the size of the hidden units.
-    """
+    """Gates multiply `[experts, groups, capacity, width]` where they can, because hidden units are larger."""
     (products, gates, down), (d_products, d_gates, d_down) = primals, tangents
     units, terms = list[jax.Array](), list[jax.Array]()
     if not all(map(_is_zero, d_products)):
         moved = tuple(jnp.zeros_like(x) if _is_zero(d) else d for x, d in zip(products, d_products, strict=True))
         d_hidden = jax.jvp(unit, (products,), (moved,))[1]
-        units.append(optimization_barrier(d_hidden) * gates[..., None])
+        units.append(d_hidden * gates[..., None])
     if not _is_zero(d_gates):
-        units.append(unit(optimization_barrier(products)) * d_gates[..., None])
+        units.append(unit(products) * d_gates[..., None])
     if units:
         terms.append(jnp.einsum(SLOTS, sum(units[1:], units[0]), down))
     if not _is_zero(d_down):
