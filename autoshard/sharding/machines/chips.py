@@ -30,8 +30,7 @@ directions (A100: PCIe 4.0, 64 GB/s; H100, H200, B200: PCIe 5.0, 128 GB/s; GB200
 Host memory is one device's share of the memory of a machine that Google Cloud rents (its pages on TPU versions and on
 accelerator-optimized machines), in GB. TPUs, 4 chips: ct4p-hightpu-4t 407, ct5lp-hightpu-4t 192, ct5p-hightpu-4t 448,
 ct6e-standard-4t 720, tpu7x-standard-4t 960 (8 devices). GPUs: a2-highgpu-8g 680, a2-ultragpu-8g 1360, a3-highgpu-8g
-1872, a3-ultragpu-8g 2952, a4-highgpu-8g 3968, a4x-highgpu-4g 884. Plans use `constants.HOST_MEMORY_SHARE` of it. A
-target file sets other figures.
+1872, a3-ultragpu-8g 2952, a4-highgpu-8g 3968, a4x-highgpu-4g 884. Target files set other figures.
 
 The bandwidth of a link is that of one direction. For TPUs it is 0.9 of the rated bandwidth (50 GB/s of v4 and v5e,
 100 GB/s of the others), the share that large messages reach: chosen, not measured. A device on a torus has two links in
@@ -160,8 +159,9 @@ class Chip:
 
 
 def host_limit_bytes(chip: Chip) -> float:
-    """The bytes of host memory that the values of one device may take; infinite if the host's memory is unknown."""
-    return constants.HOST_MEMORY_SHARE * chip.host_memory_bytes or math.inf
+    """The bytes of host memory that the values of one device may take; infinite if no limit is known."""
+    share = constants.HOST_MEMORY_SHARE * chip.host_memory_bytes or math.inf
+    return min(share, constants.COMPILERS_HOST_BYTES.get(chip.platform, math.inf))
 
 
 _ASYNCHRONOUS = ("all-gather", "reduce-scatter", "all-reduce")

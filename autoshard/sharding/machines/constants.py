@@ -37,6 +37,12 @@ EXPOSED_FETCHES = frozenset({"tpu7x"})
 # (`chips.host_limit_bytes`).
 HOST_MEMORY_SHARE = 0.9
 
+# Bytes of host memory that a platform's compiler accepts for the values of one device, however much the host has.
+# Source: libtpu 0.0.42.1 refuses programs with more for v4, v5e, v5p, v6e and tpu7x ("would exceed memory
+# (size=137438953472)"; `tests/sharding/audit/test_compilers.py`). Which plans with offload fit depends on it
+# (`chips.host_limit_bytes`).
+COMPILERS_HOST_BYTES = {"tpu": 2**37}
+
 # Elements along one side of the tiles in which a GPU computes products. Source: chosen, not measured. `cost.step_time`
 # rounds the dimensions of a shard up to tiles. (The tile of a TPU is the side of its matrix unit, in `chips`.)
 GPU_TILE = 64

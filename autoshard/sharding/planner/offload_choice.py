@@ -127,21 +127,21 @@ def _figures_text(bound: BoundPlan) -> str:
 
 
 def host_memory_notes(best: Candidate) -> list[str]:
-    """A note if the values of a plan take more than its devices' share of the host's memory."""
+    """A note if the values of a plan take more of the host's memory than its devices may use."""
     if best.fits_host:
         return []
     return [
-        f"each device keeps {bytes_text(best.host_bytes)} in the host's memory, more than its share of "
+        f"each device keeps {bytes_text(best.host_bytes)} in the host's memory, more than the limit of "
         f"{bytes_text(best.host_limit)}: offload fewer values, recompute some, or shard over more devices"
     ]
 
 
 def warn_of_host_memory(name: str, plan: ShardingPlan) -> None:
-    """Warn of a plan whose values take more than its devices' share of the host's memory."""
+    """Warn of a plan whose values take more of the host's memory than its devices may use."""
     if not plan.fits_host:
         warnings.warn(
             f"auto_shard({name}): plan {plan.chosen} keeps {bytes_text(plan.estimate.host_memory_bytes)} of each "
-            f"device in the host's memory, more than its share of {bytes_text(plan.host_limit_bytes)}. Offload fewer "
+            f"device in the host's memory, more than the limit of {bytes_text(plan.host_limit_bytes)}. Offload fewer "
             "values, recompute some, or plan for more devices",
             AutoshardWarning,
             stacklevel=users_stacklevel(),

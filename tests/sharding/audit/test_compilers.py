@@ -1,6 +1,7 @@
 """Small programs that the real TPU and GPU compilers compile, without a device."""
 
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from autoshard import plan
+from autoshard.errors import AutoshardWarning
 from autoshard.sharding.audit import compile_job, export_plan
 from autoshard.sharding.audit.verification import compile_target
+from autoshard.sharding.machines.constants import COMPILERS_HOST_BYTES
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.audit.test_audit import planned
 
@@ -127,6 +130,31 @@ def test_tensor_parallel_layers_for_a_gpu():
     assert audit.unplanned == ()
     assert (audit.cycles, audit.compute_us_cycles) == (None, None)
     assert json.loads(audit.to_json())["versions"]["jax-cuda13-pjrt"]
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("target", ["v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"])
+def test_the_most_host_memory_that_the_compiler_accepts(target):
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
+    )
+
+    def loss(params, x):
+        def body(h, w):
+            return jnp.tanh(checkpoint_name(h, "x") @ w), None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(body, policy=policy), x, params)[0].astype(jnp.float32) ** 2)
+
+    layers, rows, width = 272, 2**18, 1024  # each layer moves 512 MiB, 136 GiB in all
+    params = jax.ShapeDtypeStruct((layers, width, width), "bfloat16")
+    x = jax.ShapeDtypeStruct((8 * rows, width), "bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutoshardWarning)  # of this memory
+        made = plan(jax.grad(loss), params, x, target=target, plan="dp:8")
+    assert made.estimate.host_memory_bytes == layers * rows * width * 2 and not made.fits_host
+    audit = made.verify()
+    assert audit.kind == "error" and f"(size={COMPILERS_HOST_BYTES['tpu']})" in audit.message
 
 
 @pytest.mark.slow

@@ -42,19 +42,22 @@ def target_of(tmp_path):
 
 
 def test_limits_of_chips():
-    assert host_limit_bytes(CHIPS["v6e"]) == pytest.approx(0.9 * 180e9)
+    assert host_limit_bytes(CHIPS["v5p"]) == pytest.approx(0.9 * 112e9)
+    assert host_limit_bytes(CHIPS["v6e"]) == 128 * 2**30, "the compiler accepts no more of the host's 180 GB"
+    assert host_limit_bytes(dataclasses.replace(CHIPS["v5p"], host_memory_bytes=0.0)) == 128 * 2**30
+    assert host_limit_bytes(CHIPS["h200"]) == pytest.approx(0.9 * 369e9)
     assert host_limit_bytes(CHIPS["cpu"]) == math.inf  # unknown
 
 
 def test_a_request_beyond_the_memory_of_the_host_warns_with_both_figures(target_of):
     small = target_of(RESIDUALS / 2)
     with pytest.warns(
-        AutoshardWarning, match=r"keeps 512 KiB of each device in the host's memory, .* share of 230 KiB"
+        AutoshardWarning, match=r"keeps 512 KiB of each device in the host's memory, .* limit of 230 KiB"
     ):
         made = plan(gradient, *SHAPES, target=small, plan="dp:8", offload="residual")
     assert made.fits_device and not made.fits_host and not made.fits
     assert made.estimate.host_memory_bytes == RESIDUALS and made.host_limit_bytes == 0.9 * RESIDUALS / 2
-    assert any("more than its share of 230 KiB: offload fewer values" in note for note in made.notes)
+    assert any("more than the limit of 230 KiB: offload fewer values" in note for note in made.notes)
     assert "does not fit the 230 KiB of host memory of a device" in " ".join(str(made).split())
     assert not Plan.from_json(made.to_json()).fits
 
