@@ -62,11 +62,6 @@ longer: the first column took 21 s on v6e and 74 s with the set, 23 and 46 s on 
 on v5e (278 s with 98304 KiB), on two busy cores. The recipes on which the efficiencies of v5p, v6e and tpu7x are
 calibrated (`benchmarks/recipe_calibration.py`) have large limits, too: 98304 KiB, and 61440 on tpu7x.
 
-`small-tiles` is for loops over stacks in host memory. Without it, XLA for tpu7x writes such a stack in tiles of 16 rows
-and reads it in tiles of 8, so each iteration moves the whole stack through the device. With it, eight layers with two
-values in host memory take 0.122 of the time (`benchmarks/option_limits.py stacks`). Programs without host memory keep
-theirs: 0.996 for four layers of Llama-3.1 8B, `fsdp:8`.
-
 With `full-memory` the scheduler may fill all of the memory. Without it, gathers become synchronous if the program needs
 more than a share of the memory, which is between 89 and 91 %. The set does not always make the step faster: a gathered
 weight in flight takes on-chip memory from the products beside it. On v5e, at 93 % of the memory, relative to the
@@ -77,9 +72,8 @@ keep:context+mlp_in+mlp_out`; second row: `benchmarks/memory_pressure.py`):
     MoE of 2.4B, dp:2 fsdp:8             0.976            0.949         0.77
     two products a layer, fsdp:8         1.037            0.955         0.53
 
-`host-transfers` leaves out `xla_tpu_aggressive_opt_barrier_removal`, which published sets for host offload have: it
-undoes rematerialization. The recipes of `layer-scheduler` also run reduce-scatters on the SparseCores. The set leaves
-that out, because wrong numbers were reported for it.
+`host_memory` has the figures of sets for host memory. `layer-scheduler` leaves out the reduce-scatters on SparseCores
+that its recipes have, because wrong numbers were reported for them.
 """
 
 from __future__ import annotations
@@ -88,6 +82,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from autoshard._shown import shown
+from autoshard.sharding.machines.options.host_memory import HOST_TRANSFERS, LINK_SPEEDS
 from autoshard.sharding.machines.options.option_table import KEEP_GATHERS, SPARSE_CORE_OFFLOAD, TILES, Options
 
 GPU_CHIPS = ("a100-40", "a100-80", "h100", "h200", "b200", "gb200")
@@ -235,19 +230,17 @@ _ALL = (
         default=("tpu7x",),
     ),
     OptionSet(
+        "host-link",
+        "the scheduler expects the bandwidth that the link to the host has",
+        LINK_SPEEDS,
+        "loops that fetch slices from host memory",
+        _always,
+        default=("v6e",),
+    ),
+    OptionSet(
         "host-transfers",
         "more transfers of host memory are in flight at the same time, and start earlier",
-        dict.fromkeys(
-            ("v5e", "v5p", "v6e", "tpu7x"),
-            {
-                "xla_tpu_enable_all_experimental_scheduler_features": "true",
-                "xla_tpu_enable_scheduler_memory_pressure_tracking": "true",
-                "xla_tpu_host_transfer_overlap_limit": "24",
-                "xla_lhs_prioritize_async_depth_over_stall": "true",
-                "xla_tpu_scheduler_percent_shared_memory_limit": "100",
-                "xla_latency_hiding_scheduler_rerun": "2",
-            },
-        ),
+        dict.fromkeys(("v5e", "v5p", "v6e", "tpu7x"), HOST_TRANSFERS),
         "programs with host traffic",
         lambda facts: facts.host_traffic_bytes > 0,
     ),

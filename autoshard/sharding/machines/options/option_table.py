@@ -60,6 +60,8 @@ class Option:
 
 SPARSE_CORE_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
 """The beginning of the options that run collectives on the SparseCores."""
+LINK_SPEED = "xla_tpu_pcie_bandwidth_multiplier"
+"""The option that scales the bandwidth of the link to the host that the scheduler expects."""
 TILES = "xla_tpu_control_large_2nd_minor_layout_for_x16"
 """The option that chooses the tiles of 16-bit arrays."""
 KEEP_GATHERS = "xla_tpu_prefer_async_allgather_to_allreduce"
@@ -250,6 +252,7 @@ _ALL = (
         "how many transfers of host memory are in flight at the same time",
         "maxtext, axlearn",
     ),
+    Option(LINK_SPEED, "scales the bandwidth of the link to the host that the scheduler expects", "recipes, libtpu"),
     Option(TILES, "whether 16-bit arrays may have tiles of 16 rows instead of 8", "libtpu"),
     Option(
         "xla_tpu_aggressive_opt_barrier_removal", "removes optimization barriers", "maxtext, axlearn", _UNDOES_BARRIERS

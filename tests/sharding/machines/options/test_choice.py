@@ -101,7 +101,7 @@ def test_options_that_exclude_each_other():
 def test_options_in_terms_of_sets():
     fused = with_set(default_options("v6e"), SETS["gather-fusion-overlap"], ProgramFacts("v6e"))
     assert sets_in("v6e", fused)[0] == [
-        "no-collective-matmul", "no-sparse-core-reductions", "scoped-vmem", "gather-fusion-overlap",
+        "no-collective-matmul", "no-sparse-core-reductions", "host-link", "scoped-vmem", "gather-fusion-overlap",
     ]  # fmt: skip
     gathers = SETS["sparse-core-gathers"].options["tpu7x"]
     assert sets_in("tpu7x", {"xla_own": "1", **gathers}) == (["sparse-core-gathers"], ["xla_own"])
@@ -125,3 +125,10 @@ def test_an_option_that_the_compiler_turns_on_by_default_is_reported():
     assert without_reported("tpu7x", {all_reduce: True}) == {all_reduce: False, REDUCE: "false"}
     assert not reported_numerics("tpu7x", without_reported("tpu7x", {}))
     assert not reported_numerics("v6e", {}) and without_reported("v6e", {}) == {}
+
+
+def test_the_scheduler_expects_the_link_that_the_planner_expects():
+    at_one = 46.1e9  # `benchmarks/host_link.py`, v6e
+    planned = HOST_BANDWIDTH_REACHED * CHIPS["v6e"].host_bandwidth
+    assert float(default_options("v6e")[LINK_SPEED]) * at_one == pytest.approx(planned, rel=0.02)
+    assert not any(LINK_SPEED in default_options(chip) for chip in CHIPS if chip != "v6e")
