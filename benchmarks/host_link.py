@@ -6,7 +6,7 @@
 
 Each iteration of a loop fetches 32 MiB from host memory, multiplies small matrices, and then uses what it fetched. XLA
 gives the fetch as much compute as it expects the fetch to take. So the bytes of the fetch divided by the time of the
-products between its start and its end are the bandwidth that XLA assumes, up to the time of one product (1 %). Times are
+products between its start and its end are the bandwidth that XLA assumes, up to the time of one product. Times are
 the compiler's cycles. Each row is compiled with one value of `xla_tpu_pcie_bandwidth_multiplier`. Nothing runs.
 
 For v5e and tpu7x there is no such figure: their fetches start at the beginning of the iteration whatever the value.
@@ -83,7 +83,7 @@ def loop(x: jax.Array, w: jax.Array, stack: jax.Array) -> list[jax.Array]:
     def body(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
         index, x = jax.lax.optimization_barrier(carry)  # no fetch moves to the iteration before
         one = jax.device_put(jax.lax.dynamic_index_in_dim(stack, index, keepdims=False), jax.memory.Space.Device)
-        for _ in range(PRODUCTS):
+        for _product in range(PRODUCTS):
             x = jnp.tanh(x @ w)
         return (index + 1, x + x @ one[:WIDTH]), None
 
@@ -96,7 +96,7 @@ def measured(target: str, value: str) -> Row:
     mesh = AbstractMesh((machine.devices,), ("x",), axis_types=(AxisType.Auto,))
     here, there = (NamedSharding(mesh, PartitionSpec(), memory_kind=kind) for kind in ("device", "pinned_host"))
     sizes = ((ROWS, WIDTH), (WIDTH, WIDTH), (ITERATIONS, FETCHED, WIDTH))
-    avals = [jax.core.ShapedArray(size, jnp.bfloat16) for size in sizes]
+    avals = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
     with jax.sharding.use_abstract_mesh(mesh):
         program = export(loop, avals, [here, here, there], [here], "tpu")
     options = {LINK_SPEED: value} if value else {}

@@ -2,6 +2,8 @@
 
 import pytest
 
+from autoshard.sharding.machines.chips import CHIPS
+from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
 from autoshard.sharding.machines.options import (
     SETS,
     ProgramFacts,
@@ -17,6 +19,7 @@ from autoshard.sharding.machines.options import (
     with_set,
     without_reported,
 )
+from autoshard.sharding.machines.options.option_table import LINK_SPEED
 
 KINDS = frozenset({"all-gather", "reduce-scatter"})
 GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
