@@ -102,8 +102,8 @@ def measured(target: str, value: str) -> Row:
     options = {LINK_SPEED: value} if value else {}
     devices = tuple(range(machine.devices))
     found = compile_job(CompileJob(program, "tpu", target, {"x": machine.devices}, devices, (), options))
-    nbytes = FETCHED * WIDTH * 2
-    head = (target, value, found.kind, nbytes, *_window_us(found.text, machine.chip.clock_hz))
+    kind, text = ("option refused", "") if found.dropped else (found.kind, found.text)
+    head = (target, value, kind, FETCHED * WIDTH * 2, *_window_us(text, machine.chip.clock_hz))
     return Row(*head, HOST_BANDWIDTH_REACHED * machine.chip.host_bandwidth, dict(found.versions))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -125,6 +126,14 @@ def with_compiled(
     except Exception as error:  # a fault of the export or of the referee in one row must not cost the others
         return replace(side, problem=f"not judged: {type(error).__name__}: {error}")
     return replace(side, compiled=_compiled(row), problem=row.message)
+
+
+def compiled_seconds(side: Side) -> float:
+    """The compiled step time: joined, else by the first measure; infinite if no program fits."""
+    found = side.compiled
+    if not found or not found["fits"]:
+        return math.inf
+    return found["seconds"].get("joined", next(iter(found["seconds"].values()), math.inf))
 
 
 def _not_judged(target: str) -> str:

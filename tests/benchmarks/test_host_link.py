@@ -1,9 +1,12 @@
 """The bandwidth of the host link that the scheduler assumes, read from a compiled program."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import host_link
 import pytest
+
+from autoshard.sharding.machines.options.host_memory import LINK_SPEEDS
 
 PROGRAM = """%body (p: f32[8]) -> f32[8] {
   %dot.0 = f32[8] dot(%p), backend_config={"estimated_cycles":"500"}
@@ -46,3 +49,18 @@ def test_other_machines_are_an_error(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         host_link.main()
     assert "no machine v6e:2x4; choose from v4:1x1x1" in capsys.readouterr().err
+
+
+def test_the_set_lets_the_scheduler_expect_the_link_that_the_planner_expects():
+    at_one = {row.target.partition(":")[0]: row for row in host_link.stored() if row.value == "1"}
+    assert {"v4", "v5p", "v6e"} <= at_one.keys()
+    for chip, options in LINK_SPEEDS.items():
+        row = at_one[chip]
+        assert float(options[host_link.LINK_SPEED]) * row.bytes / row.us * 1e6 == pytest.approx(row.planned, rel=0.02)
+
+
+def test_a_compiler_without_the_option_is_no_figure(monkeypatch):
+    found = SimpleNamespace(kind="ok", text=PROGRAM, versions={}, dropped=[host_link.LINK_SPEED])
+    monkeypatch.setattr(host_link, "compile_job", lambda job: found)
+    monkeypatch.setattr(host_link, "PRODUCTS", 2)
+    assert "option refused, no compute" in str(host_link.measured("v6e:1x1", "1"))

@@ -15,7 +15,7 @@ import recipe_settings
 import recipe_stand_ins as stand_ins
 import recipes
 from plan_rows import Planned, Row, Store
-from plan_sides import Side
+from plan_sides import Side, compiled_seconds
 from recipe_figures import figures, table
 from recipe_file import OWN, Entry, Recipe, RecipeFileError, read_recipes
 from recipe_rows import Result, result_of
@@ -26,6 +26,8 @@ from referee_calibration import efficiencies
 from autoshard.models.remat.policies import remat_problems
 from autoshard.models.workloads import WORKLOADS
 from autoshard.sharding.audit import Compiled
+from autoshard.sharding.machines.options import ProgramFacts, default_options
+from autoshard.sharding.machines.options.option_table import LINK_SPEED
 from autoshard.sharding.machines.targets import find_target
 from autoshard.train.program.build import workload_step
 
@@ -395,6 +397,27 @@ def test_options_with_reports_of_wrong_numbers_are_compiled_with_and_without(tmp
     (other,) = read_recipes(written(tmp_path, sets + TINY + 'options = ["sparse"]\n'))
     found = result_of(other, compile_plans=True, timeout_s=1.0, folder=tmp_path)
     assert found.reported == () and found.recipe_without is None and found.best_with is None
+
+
+@pytest.mark.parametrize(("link_s", "kept_s"), [(2.0, 2.0), (4.0, 3.0), (None, 3.0)])
+def test_our_plan_has_the_faster_scheduling_of_transfers(monkeypatch, link_s, kept_s):
+    seconds = {False: 3.0, True: link_s}  # whether the options have the speed of the link -> the compiled step
+
+    def compile_under(side, made, store, name, options, compiler_moves=False):
+        step = seconds[options is not None and LINK_SPEED in options]
+        return replace(side, compiled={"fits": step is not None, "seconds": {"joined": step}})
+
+    monkeypatch.setattr(recipe_rows, "with_compiled", compile_under)
+    facts = ProgramFacts("v6e", host_traffic_bytes=1e9)
+    monkeypatch.setattr(recipe_rows, "program_facts", lambda made: facts)
+    made = SimpleNamespace(compiler_options={"tpu": default_options("v6e")})
+
+    def compiled_s():
+        return compiled_seconds(recipe_rows._faster_link(Side(words="fsdp:8"), made, cast(Any, None), "plan"))
+
+    assert compiled_s() == kept_s
+    monkeypatch.setattr(recipe_rows, "program_facts", lambda made: replace(facts, host_traffic_bytes=0.0))
+    assert compiled_s() == 3.0
 
 
 def test_option_sets_with_reports_are_on_in_our_plan_if_a_recipe_has_them(tmp_path):

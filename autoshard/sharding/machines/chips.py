@@ -82,7 +82,7 @@ class Chip:
         link_bandwidth: bytes per second that one link (ICI, NVLink) sends in one direction.
         network_bandwidth: bytes per second that one device sends to other hosts (on a TPU, to other slices).
         host_bandwidth: bytes per second between one device and the memory of its host, in one direction; 0 if unknown.
-        host_memory_bytes: one device's share of its host's memory; 0 if unknown, which is no limit.
+        host_memory_bytes: one device's share of its host's memory; 0 if unknown, which sets no limit.
         link_latency_us: microseconds of one hop.
         network_latency_us: microseconds of one message between hosts or slices.
         torus: number of dimensions of the torus; 0 if devices are joined by a switch.

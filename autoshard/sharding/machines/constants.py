@@ -38,8 +38,8 @@ EXPOSED_FETCHES = frozenset({"tpu7x"})
 HOST_MEMORY_SHARE = 0.9
 
 # Bytes of host memory that a platform's compiler accepts for the values of one device, however much the host has.
-# Source: libtpu 0.0.42.1 refuses programs with more for v4, v5e, v5p, v6e and tpu7x ("would exceed memory
-# (size=137438953472)"; `tests/sharding/audit/test_compilers.py`). Which plans with offload fit depends on it
+# Source: libtpu 0.0.42.1 refuses programs whose values take more in all, for v4, v5e, v5p, v6e and tpu7x ("Used 130.62G
+# of 128.00G host"; `tests/sharding/audit/test_compilers.py`). Which plans with offload fit depends on it
 # (`chips.host_limit_bytes`).
 COMPILERS_HOST_BYTES = {"tpu": 2**37}
 

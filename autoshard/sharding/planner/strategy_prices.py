@@ -39,8 +39,8 @@ class StrategyPrice:
         host_us: microseconds in which the link to the host is busy.
         host_exposed_us: the part of `host_us` that compute does not hide; a part of the step.
         host_traffic_bytes: bytes that a device exchanges with its host, in both directions.
-        host_bytes: bytes that wait in its share of the host's memory at a time.
-        fits_host: whether that share suffices.
+        host_bytes: bytes of a device that wait in the host's memory at a time.
+        fits_host: whether a device may use so many (`chips.host_limit_bytes`).
     """
 
     step_time_us: float

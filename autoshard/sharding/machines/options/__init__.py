@@ -1,7 +1,7 @@
 """XLA's compiler options: what each does, sets of them by chip, and which sets apply to a program.
 
-`option_table` describes single options, `option_sets` the sets, `choice` selects and merges sets, `asynchronous` says
-which collectives compute can hide under them.
+`option_table` describes single options, `option_sets` the sets, `host_memory` those for host memory. `choice` selects
+and merges sets. `asynchronous` says which collectives compute can hide under them.
 """
 
 from autoshard.sharding.machines.options.asynchronous import (

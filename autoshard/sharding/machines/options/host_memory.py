@@ -10,9 +10,13 @@ the device waits for them. `LINK_SPEED` scales what it expects. In GB/s, compile
     v5p    12.5         60.5   14.4
     v6e     9.3         46.1   28.8
 
-On v5e and tpu7x, fetches start at the beginning of the iteration, whatever the value. A measured step shows that the
-link of v6e is faster than the default (`benchmarks/data/recipes.toml`): Llama-3.1 8B on v6e:2x4 takes 3.44 s. About a
-third of that is the forward loop, which sends 22.5 GB.
+On v5e and tpu7x, fetches start at the beginning of the iteration, whatever the value. The set is tried, not a default:
+in another program, fetches start too late with it. Seconds of steps on v6e:2x4 under `fsdp:8`, by the joined measure of
+`benchmarks/recipes.py`:
+
+    program                                     default   host-link   exposed transfers
+    Llama-3.1 8B, host:qkv+context+out_proj     2.98      2.78        0.47 -> 0.27
+    Mistral 7B, host:residual+qkv+context       4.83      5.08        0.15 -> 0.39
 
 `small-tiles`: without it, XLA for tpu7x writes a stack in host memory in tiles of 16 rows and reads it in tiles of 8.
 So each iteration of a loop moves the whole stack through the device. With it, eight layers with two values in host

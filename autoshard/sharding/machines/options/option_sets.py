@@ -72,8 +72,8 @@ keep:context+mlp_in+mlp_out`; second row: `benchmarks/memory_pressure.py`):
     MoE of 2.4B, dp:2 fsdp:8             0.976            0.949         0.77
     two products a layer, fsdp:8         1.037            0.955         0.53
 
-`host_memory` has the figures of sets for host memory. `layer-scheduler` leaves out the reduce-scatters on SparseCores
-that its recipes have, because wrong numbers were reported for them.
+`host_memory` has the figures of sets for host memory. The recipes of `layer-scheduler` also run reduce-scatters on the
+SparseCores. The set leaves that out, because wrong numbers were reported for it.
 """
 
 from __future__ import annotations
@@ -175,6 +175,10 @@ def _communicates(facts: ProgramFacts) -> bool:
     return bool(facts.collectives)
 
 
+def _moves(facts: ProgramFacts) -> bool:
+    return facts.host_traffic_bytes > 0
+
+
 # In the order in which `verify` tries them.
 _ALL = (
     OptionSet(
@@ -233,16 +237,15 @@ _ALL = (
         "host-link",
         "the scheduler expects the bandwidth that the link to the host has",
         LINK_SPEEDS,
-        "loops that fetch slices from host memory",
-        _always,
-        default=("v6e",),
+        "programs with host traffic",
+        _moves,
     ),
     OptionSet(
         "host-transfers",
         "more transfers of host memory are in flight at the same time, and start earlier",
         dict.fromkeys(("v5e", "v5p", "v6e", "tpu7x"), HOST_TRANSFERS),
         "programs with host traffic",
-        lambda facts: facts.host_traffic_bytes > 0,
+        _moves,
     ),
     OptionSet(
         "full-memory",

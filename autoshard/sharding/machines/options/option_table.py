@@ -252,7 +252,12 @@ _ALL = (
         "how many transfers of host memory are in flight at the same time",
         "maxtext, axlearn",
     ),
-    Option(LINK_SPEED, "scales the bandwidth of the link to the host that the scheduler expects", "recipes, libtpu"),
+    Option(
+        LINK_SPEED,
+        "scales the bandwidth of the link to the host that the scheduler expects; the default is 0.2",
+        "recipes, libtpu",
+        "with a larger value, transfers may start too late; the recipe sets 0.03",
+    ),
     Option(TILES, "whether 16-bit arrays may have tiles of 16 rows instead of 8", "libtpu"),
     Option(
         "xla_tpu_aggressive_opt_barrier_removal", "removes optimization barriers", "maxtext, axlearn", _UNDOES_BARRIERS

@@ -2,8 +2,6 @@
 
 import pytest
 
-from autoshard.sharding.machines.chips import CHIPS
-from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
 from autoshard.sharding.machines.options import (
     SETS,
     ProgramFacts,
@@ -19,7 +17,6 @@ from autoshard.sharding.machines.options import (
     with_set,
     without_reported,
 )
-from autoshard.sharding.machines.options.option_table import LINK_SPEED
 
 KINDS = frozenset({"all-gather", "reduce-scatter"})
 GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
@@ -40,7 +37,7 @@ def test_a_set_is_tried_where_its_condition_holds():
     assert not any(names(ProgramFacts(chip)) for chip in ("v5p", "v6e", "tpu7x"))
     assert names(ProgramFacts("v5e")) == ["scoped-vmem"]
     assert "scoped-vmem" in names(ProgramFacts("v6e"), {MEMORY: "16384"})
-    assert names(ProgramFacts("v6e", host_traffic_bytes=1.0))[0] == "host-transfers"
+    assert names(ProgramFacts("v6e", host_traffic_bytes=1.0))[:2] == ["host-link", "host-transfers"]
     assert [names(ProgramFacts("v5p", collectives=KINDS, memory_share=share))[:1] for share in (0.8, 0.9)] == [
         ["gather-fusion"],
         ["full-memory"],
@@ -104,7 +101,7 @@ def test_options_that_exclude_each_other():
 def test_options_in_terms_of_sets():
     fused = with_set(default_options("v6e"), SETS["gather-fusion-overlap"], ProgramFacts("v6e"))
     assert sets_in("v6e", fused)[0] == [
-        "no-collective-matmul", "no-sparse-core-reductions", "host-link", "scoped-vmem", "gather-fusion-overlap",
+        "no-collective-matmul", "no-sparse-core-reductions", "scoped-vmem", "gather-fusion-overlap",
     ]  # fmt: skip
     gathers = SETS["sparse-core-gathers"].options["tpu7x"]
     assert sets_in("tpu7x", {"xla_own": "1", **gathers}) == (["sparse-core-gathers"], ["xla_own"])
@@ -130,8 +127,11 @@ def test_an_option_that_the_compiler_turns_on_by_default_is_reported():
     assert not reported_numerics("v6e", {}) and without_reported("v6e", {}) == {}
 
 
-def test_the_scheduler_expects_the_link_that_the_planner_expects():
-    at_one = 46.1e9  # `benchmarks/host_link.py`, v6e
-    planned = HOST_BANDWIDTH_REACHED * CHIPS["v6e"].host_bandwidth
-    assert float(default_options("v6e")[LINK_SPEED]) * at_one == pytest.approx(planned, rel=0.02)
-    assert not any(LINK_SPEED in default_options(chip) for chip in CHIPS if chip != "v6e")
+def test_the_speed_of_the_host_link_is_tried_where_values_move():
+    def names(**facts):
+        return [each.name for each in applicable_sets(ProgramFacts("v6e", **facts), default_options("v6e"))]
+
+    assert "host-link" in names(host_traffic_bytes=1e9) and "host-link" not in names(collectives=KINDS)
+    assert "host-link" not in [
+        each.name for each in applicable_sets(ProgramFacts("v5e", host_traffic_bytes=1e9), default_options("v5e"))
+    ]
