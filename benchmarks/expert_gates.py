@@ -19,16 +19,12 @@ from collections.abc import Mapping, Sequence
 from unittest.mock import patch
 
 import common  # sets up the path and the devices first
-from plan_rows import Planned, Store, prediction, run_cases
-from ranked_plans import Case
+from plan_rows import Store, run_cases
+from ranked_plans import Case, compile_row
 from rich.console import Console
 from rich.table import Table
 
-from autoshard import plan
 from autoshard.models import moe
-from autoshard.sharding.audit.export import export_plan
-from autoshard.sharding.planner.bound_plan import bound_or_error
-from autoshard.train.program.build import workload_variants
 
 FOLDER = common.RESULTS / "expert_gates"
 CASES: Mapping[str, Case] = {
@@ -51,15 +47,9 @@ def compile_rows(name: str, timeout_s: float) -> None:
     case = CASES[name]
     store = Store(name, case.target, FOLDER, timeout_s)
     store.begin()
-    (remat,) = case.remats
-    variants = {"remat": [remat], "microbatches": [case.microbatches]}
-    for side in SIDES:
-        with patch.object(moe, "recomputes", lambda remat, name, side=side: SIDES[side]):
-            step, *shapes = workload_variants(case.work)
-            made = plan(step, *shapes, target=case.target, plan=case.words, donate_argnums=0, variants=variants)
-            options = made.compiler_options.get("tpu", {})
-            exported = export_plan(bound_or_error(made.bound).executable, options)
-        store.finish(Planned(side, case.words, made.chosen, remat, 1, None, prediction(made)), options, exported)
+    for side, from_hidden in SIDES.items():
+        with patch.object(moe, "recomputes", lambda remat, name, from_hidden=from_hidden: from_hidden):
+            compile_row(case, case.remats[0], side, store)
 
 
 def show(stores: Sequence[Store]) -> int:

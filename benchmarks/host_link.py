@@ -9,11 +9,12 @@ gives the fetch as much compute as it expects the fetch to take. So the bytes of
 products between its start and its end are the bandwidth that XLA assumes, up to the time of one product. Times are
 the compiler's cycles. Each row is compiled with one value of `xla_tpu_pcie_bandwidth_multiplier`. Nothing runs.
 
-For v5e and tpu7x there is no such figure: their fetches start at the beginning of the iteration whatever the value.
+Some fetches start at the beginning of the iteration. Then the assumed bandwidth is unknown. On v5e and tpu7x this
+happens with every value of the option.
 
-`planned` is what the planner expects of the link: `Chip.host_bandwidth`, of which `HOST_BANDWIDTH_REACHED` is reached.
-The values in `autoshard.sharding.machines.options.host_memory` come from these rows, which are stored in
-`results/host_link.json`.
+`planned` is the bandwidth that the planner expects: `HOST_BANDWIDTH_REACHED` times `Chip.host_bandwidth`. Rows are
+stored in `results/host_link.json`. They are the source of the values in
+`autoshard.sharding.machines.options.host_memory`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Row:
         kind: the compiler's result: `ok`, `error`, ...
         bytes: the bytes of a fetch.
         us: the compute between its start and its end, in microseconds.
-        iteration_us: the compute of an iteration, in microseconds. At most this much can be given to the fetch.
+        iteration_us: the compute of an iteration, in microseconds; the upper limit of `us`.
         planned: bytes per second that the planner expects of the link.
         versions: the compiler's versions.
     """
@@ -73,8 +74,10 @@ class Row:
         head = f"{self.target} {LINK_SPEED} {self.value or 'default'}"
         if not self.us:
             return f"{head}: {self.kind}, no compute beside the fetch"
-        bound = "any, " if self.us > 0.99 * self.iteration_us else ""
-        return f"{head}: {bound}{self.bytes / self.us / 1e3:.1f} GB/s, planned {self.planned / 1e9:.1f} GB/s"
+        assumed = f"{self.bytes / self.us / 1e3:.1f} GB/s"
+        if self.us > 0.99 * self.iteration_us:
+            assumed = "unknown, the fetch starts with the iteration"
+        return f"{head}: {assumed}; planned {self.planned / 1e9:.1f} GB/s"
 
 
 def loop(x: jax.Array, w: jax.Array, stack: jax.Array) -> list[jax.Array]:
@@ -108,7 +111,7 @@ def measured(target: str, value: str) -> Row:
 
 
 def _window_us(text: str, clock_hz: float) -> tuple[float, float]:
-    """The compute between the start and the end of the fetch of a loop, and that of an iteration."""
+    """Return the compute time between the start and the end of the loop's fetch, and that of one iteration."""
     body = next((each for each in re.split(r"\n(?=%|ENTRY)", text) if "dynamic-slice-start" in each), "")
     start = end = total = 0.0
     for line in body.splitlines():

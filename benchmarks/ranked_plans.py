@@ -89,15 +89,19 @@ def compile_rows(name: str, timeout_s: float) -> None:
     case = CASES[name]
     store = Store(name, case.target, FOLDER, timeout_s)
     store.begin()
-    step, *shapes = workload_variants(case.work)
     for remat in case.remats:
-        variants = {"remat": [remat], "microbatches": [case.microbatches]}
-        made = plan(step, *shapes, target=case.target, plan=case.words, donate_argnums=0, variants=variants)
-        host = {"host": made.estimate.host_us / 1e6, "host_exposed": made.estimate.host_exposed_us / 1e6}
-        predicted = prediction(made) | host
-        row = Planned("plan", case.words, made.chosen, remat, case.microbatches, None, predicted)
-        options = made.compiler_options.get("tpu", {})
-        store.finish(row, options, export_plan(bound_or_error(made.bound).executable, options))
+        compile_row(case, remat, "plan", store)
+
+
+def compile_row(case: Case, remat: str, side: str, store: Store) -> None:
+    """Plan a case with one of its policies, and compile and store the plan as the row of `side`."""
+    step, *shapes = workload_variants(case.work)
+    variants = {"remat": [remat], "microbatches": [case.microbatches]}
+    made = plan(step, *shapes, target=case.target, plan=case.words, donate_argnums=0, variants=variants)
+    host = {"host": made.estimate.host_us / 1e6, "host_exposed": made.estimate.host_exposed_us / 1e6}
+    row = Planned(side, case.words, made.chosen, remat, case.microbatches, None, prediction(made) | host)
+    options = made.compiler_options.get("tpu", {})
+    store.finish(row, options, export_plan(bound_or_error(made.bound).executable, options))
 
 
 def show(stores: Sequence[Store]) -> int:

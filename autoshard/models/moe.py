@@ -10,8 +10,8 @@ Tokens are dispatched to experts in one of two ways.
 
 - `capacity`: the tokens of a group of `group_size` compete for the `capacity` slots of each expert
   (`models.capacity`). A choice without a slot is dropped: that expert adds nothing, and a token without any slot keeps
-  only its residual. If no layer keeps the experts' outputs for the backward pass, the gates' gradient is a sum over
-  hidden units. Otherwise it is a sum over outputs.
+  only its residual. If no layer keeps the experts' outputs for the backward pass, the gradient of the gates is a sum
+  over hidden units. Otherwise it is a sum over outputs.
 - `dropless`: tokens are sorted by expert, and each expert processes its own rows (`models.dropless`).
 
 Two auxiliary losses, taken over all tokens of the batch and summed over layers, keep all experts in use and the logits

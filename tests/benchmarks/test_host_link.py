@@ -31,8 +31,8 @@ def test_the_window_of_a_fetch_is_the_compute_between_its_start_and_its_end():
 
 def test_rows_say_the_bandwidth_or_that_there_is_none():
     row = host_link.Row("v6e:1x1", "", "ok", 3e6, 300.0, 900.0, 28.8e9, {})
-    assert "default: 10.0 GB/s, planned 28.8 GB/s" in str(row)
-    assert "default: any, 3.3 GB/s" in str(dataclasses.replace(row, us=899.0))
+    assert "default: 10.0 GB/s; planned 28.8 GB/s" in str(row)
+    assert "default: unknown, the fetch starts with the iteration" in str(dataclasses.replace(row, us=899.0))
     assert "error, no compute" in str(dataclasses.replace(row, us=0.0, kind="error"))
 
 

@@ -47,10 +47,10 @@ def dispatch_masks(cfg: MoEConfig, gates: jax.Array, chosen: jax.Array) -> tuple
     # An expert's queue: all first choices in the order of tokens, then all second choices.
     queue = jnp.swapaxes(choice, 1, 2).reshape(groups, top_k * size, cfg.experts)
     before = (jnp.cumsum(queue, axis=1) - queue).reshape(groups, top_k, size, cfg.experts)
-    # A token chooses an expert at most once. So at most one term of a sum over choices is not zero. Slots count from 1.
+    # A token chooses an expert at most once, so a sum over choices has at most one nonzero term. Slots count from 1.
     slot = jnp.sum((jnp.swapaxes(before, 1, 2) + 1) * choice, axis=2)
     gate = jnp.sum(gates[..., None] * choice.astype(gates.dtype), axis=2)
-    # The row is zero if the expert is not chosen, or if the slot exceeds the capacity.
+    # A row is all zeros if the token does not choose the expert, or if its slot is beyond the capacity.
     taken = one_hot(slot - 1, cfg.capacity(size), gates.dtype)
     return taken, taken * gate[..., None]
 
@@ -59,8 +59,9 @@ def dispatch_masks(cfg: MoEConfig, gates: jax.Array, chosen: jax.Array) -> tuple
 def gated_outputs(unit: Unit, products: tuple[jax.Array, ...], gates: jax.Array, down: jax.Array) -> jax.Array:
     """Multiply the hidden units of all slots by `down`, and the results by the gates of the slots.
 
-    The gates' gradient is a sum over hidden units, so the backward pass does not need the experts' outputs. This is
-    faster if it would have to recompute them, and slower if they are kept (`benchmarks/expert_gates.py`).
+    The gradient of the gates is a sum over hidden units. So the backward pass does not need the experts' outputs. This
+    form is faster if the layers would recompute the outputs, and slower if they keep them
+    (`benchmarks/expert_gates.py`).
 
     Args:
         unit: computes hidden units from products.

@@ -60,7 +60,7 @@ def named_groups(policy: str) -> Mapping[str, tuple[str, ...]] | None:
 
 
 def recomputes(remat: str, name: str) -> bool:
-    """Return whether the backward pass of every layer computes a named value again.
+    """Return whether every layer recomputes a named value in its backward pass.
 
     Args:
         remat: the policies.

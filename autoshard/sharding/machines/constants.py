@@ -37,9 +37,9 @@ EXPOSED_FETCHES = frozenset({"tpu7x"})
 # (`chips.host_limit_bytes`).
 HOST_MEMORY_SHARE = 0.9
 
-# Bytes of host memory that a platform's compiler accepts for the values of one device, however much the host has.
-# Source: libtpu 0.0.42.1 refuses programs whose values take more in all, for v4, v5e, v5p, v6e and tpu7x ("Used 130.62G
-# of 128.00G host"; `tests/sharding/audit/test_compilers.py`). Which plans with offload fit depends on it
+# Platform -> the most bytes of host memory that its compiler lets one device use. More memory in the host does not
+# raise the limit. Source: for v4, v5e, v5p, v6e and tpu7x, libtpu 0.0.42.1 refuses programs that use more in total
+# ("Used 130.62G of 128.00G host"; `tests/sharding/audit/test_compilers.py`). Which plans with offload fit depends on it
 # (`chips.host_limit_bytes`).
 COMPILERS_HOST_BYTES = {"tpu": 2**37}
 

@@ -136,7 +136,7 @@ def test_tensor_parallel_layers_for_a_gpu():
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("target", ["v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"])
 def test_the_most_host_memory_that_the_compiler_accepts(target):
-    """The limit is for all values together: each of the two stacks has half of what is too much."""
+    """The limit applies to the sum of all values. Each of the two stacks alone is below it."""
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["x", "y"],

@@ -10,9 +10,9 @@ the device waits for them. `LINK_SPEED` scales what it expects. In GB/s, compile
     v5p    12.5         60.5   14.4
     v6e     9.3         46.1   28.8
 
-On v5e and tpu7x, fetches start at the beginning of the iteration, whatever the value. The set is tried, not a default:
-in another program, fetches start too late with it. Seconds of steps on v6e:2x4 under `fsdp:8`, by the joined measure of
-`benchmarks/recipes.py`:
+On v5e and tpu7x, fetches start at the beginning of the iteration, whatever the value. `verify` tries the set. It is not
+a default, because with it some programs start their fetches too late. Seconds per step on v6e:2x4 under `fsdp:8`, by
+the joined measure of `benchmarks/recipes.py`:
 
     program                                     default   host-link   exposed transfers
     Llama-3.1 8B, host:qkv+context+out_proj     2.98      2.78        0.47 -> 0.27
@@ -33,8 +33,8 @@ from collections.abc import Mapping
 
 from autoshard.sharding.machines.options.option_table import LINK_SPEED, Options
 
-# Chip -> the options of `host-link`. The value is the bandwidth that the planner expects, divided by the one at 1. v4
-# and v5p are left out: their default is within 30 % of the planner's figure, which is a rated one.
+# Chip -> the options of `host-link`. The value is the last column of the table above divided by the column before it.
+# The set leaves out v4 and v5p: their default is within 30 % of the planner's figure, which is only a rated one.
 LINK_SPEEDS: Mapping[str, Options] = {"v6e": {LINK_SPEED: "0.62"}}
 
 # The options of `host-transfers`.
