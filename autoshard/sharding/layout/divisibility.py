@@ -1,14 +1,24 @@
-"""Logical axes whose sizes are not divisible by their mesh axes."""
+"""Logical axes whose sizes are not divisible by their mesh axes.
+
+Some operators take a dimension in blocks. For example, splash attention takes shards of whole blocks of 128 positions.
+Then one logical axis counts the blocks, and another is a block. Only the first can be padded. Sizes are reported in
+elements.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from autoshard._shown import shown
+from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.layout.constants import LARGE_STATE_BYTES
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.spmdrules.core.placement import axes_of
+
+_blocks: WeakKeyDictionary[LogicalAxes, dict[int, int]] = WeakKeyDictionary()
 
 
 @shown
@@ -21,30 +31,58 @@ class Undivided:
         over: the mesh axes.
         shards: the number of shards that it has.
         wanted_shards: the number of shards that it should have.
+        size: its size in elements.
+        block: elements of a block, if the axis counts blocks; else 1.
     """
 
     cls: int
     over: tuple[str, ...]
     shards: int
     wanted_shards: int
+    size: int
+    block: int = 1
+
+    @property
+    def padded(self) -> int:
+        """The least size in elements that `wanted_shards` divides."""
+        return multiple(self.size // self.block, self.wanted_shards) * self.block
 
 
 def undivided(layout: Layout) -> list[Undivided]:
     """The logical axes in a layout's table whose sizes are not divisible by their mesh axes.
 
     A mesh axis does not count for a logical axis if it already shards an earlier logical axis that occurs in all values
-    of this one.
+    of this one. Axes that are a block are left out.
     """
     found: list[Undivided] = []
+    sizes = layout.axes.sizes
     sharded_over: dict[int, tuple[str, ...]] = {}
     for c in dict.fromkeys(c for classes in layout.table.values() for c in classes):
         over = tuple(a for a, classes in layout.table.items() if c in classes)
         taken = {a for d, axes in sharded_over.items() if d in layout.axes.co_occurring.get(c, ()) for a in axes}
         sharded_over[c] = tuple(layout.spec_of(((c,),))[0])
         shards, wanted = layout.shard_count(sharded_over[c]), layout.shard_count([a for a in over if a not in taken])
-        if layout.axes.sizes[c] % wanted and shards < wanted:
-            found.append(Undivided(c, over, shards, wanted))
+        if sizes[c] % wanted and shards < wanted and (block := block_elements(layout.axes).get(c, 1)):
+            found.append(Undivided(c, over, shards, wanted, sizes[c] * block, block))
     return found
+
+
+def block_elements(axes: LogicalAxes) -> dict[int, int]:
+    """The elements of a block, by the logical axes that count blocks of some operator's dimension.
+
+    Axes that are a block map to 0. The operator takes them whole.
+    """
+    if axes not in _blocks:
+        found = _blocks[axes] = {}
+        for op, factors in zip(axes.program.ops(), axes.of_op, strict=True):
+            if (rule := op.rule) is None:
+                continue
+            for dim in rule.compound_dims:
+                whole = [name for name in dim if not rule.factor(name).shardable]
+                elements = math.prod(axes.sizes[cls] for name in whole for cls in factors[name])
+                for name in dim if whole else ():
+                    found |= dict.fromkeys(factors[name], 0 if name in whole else elements)
+    return _blocks[axes]
 
 
 def undivided_in_storage(layout: Layout) -> list[Undivided]:
@@ -61,8 +99,8 @@ def undivided_in_storage(layout: Layout) -> list[Undivided]:
         if free and able and v not in layout.fixed and nbytes(aval) >= LARGE_STATE_BYTES:
             d = max(able, key=lambda d: (aval.shape[d] / layout.shard_count(spec[d]), -d))
             (c,), shards = leaves[d], layout.shard_count(spec[d])
-            if aval.shape[d] % (shards * layout.shard_count(free)):
-                found.setdefault(c, Undivided(c, tuple(free), shards, shards * layout.shard_count(free)))
+            if aval.shape[d] % (wanted := shards * layout.shard_count(free)):
+                found.setdefault(c, Undivided(c, tuple(free), shards, wanted, aval.shape[d]))
     return list(found.values())
 
 

@@ -9,7 +9,7 @@ import jax
 
 from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning
-from autoshard.sharding.layout.divisibility import multiple, undivided
+from autoshard.sharding.layout.divisibility import undivided
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.spmdrules.core.placement import axes_of, from_partition_spec
@@ -55,7 +55,7 @@ def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:
     remedies = [
         f"use fewer microbatches (now {problem.traced.microbatches}, and each has {problem.axes.sizes[u.cls]} rows)"
         if u.cls == cut
-        else f"pad {problem.axes.name(u.cls)} to {multiple(problem.axes.sizes[u.cls], u.wanted_shards)}"
+        else f"pad {problem.axes.name(u.cls)} to {u.padded}"
         for u in found
     ]
     remedies += [] if problem.searched else ["request another plan"]
@@ -72,11 +72,10 @@ def _rows_notes(problem: PlanningProblem, layout: Layout, repeated: str) -> list
         beside = any(set(one.over) <= set(layout.spec_of(((c,),))[0]) for c in divided)
         if not beside or why in repeated:
             continue
-        name, size = problem.axes.name(one.cls), problem.axes.sizes[one.cls]
+        name = problem.axes.name(one.cls)
         ways = f"sharded {one.shards} ways" if one.shards > 1 else "not sharded"
         notes.append(
-            f"devices repeat the work on the rows of {name}: {why}, so it is {ways}. "
-            f"Pad {name} to {multiple(size, one.wanted_shards)}"
+            f"devices repeat the work on the rows of {name}: {why}, so it is {ways}. Pad {name} to {one.padded}"
         )
     return notes
 

@@ -14,7 +14,7 @@ from autoshard.kernels.block_choice import blocks_of
 from autoshard.sharding.cost.collectives import traffic
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.unserved_products import product_notes
-from autoshard.sharding.layout.divisibility import multiple, undivided
+from autoshard.sharding.layout.divisibility import undivided
 from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.gathers.prefetch_notes import prefetch_notes
@@ -180,12 +180,11 @@ def _notes(problem: PlanningProblem, best: Candidate) -> tuple[str, ...]:
     for one in undivided(layout):
         if any(problem.undivided_text(one) in note for note in idle):
             continue
-        size = problem.axes.sizes[one.cls]
         now = f"is sharded {one.shards} ways" if one.shards > 1 else "stays whole"
         over = ", ".join(requested_names(one.over))
         notes.append(
-            f"{problem.axes.name(one.cls)} ({size}) is not divisible by mesh axes {over} ({one.wanted_shards}): "
-            f"it {now}; a size of {multiple(size, one.wanted_shards)} would be sharded {one.wanted_shards} ways"
+            f"{problem.axes.name(one.cls)} ({one.size}) is not divisible by mesh axes {over} ({one.wanted_shards}): "
+            f"it {now}; a size of {one.padded} would be sharded {one.wanted_shards} ways"
         )
     user_fixed = {v: s for v, s in layout.fixed.items() if v not in problem.existing}
     return (*notes, *fixed_conflicts(problem.traced, problem.axes, user_fixed))

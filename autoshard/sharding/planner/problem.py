@@ -19,7 +19,7 @@ from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.program_kernels import program_kernels
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout import plan_request
-from autoshard.sharding.layout.divisibility import Undivided, multiple, undivided
+from autoshard.sharding.layout.divisibility import Undivided, undivided
 from autoshard.sharding.layout.fixed_shardings import check_constraints, fixed_specs, with_fixed_shardings
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import strategy_in_layout
@@ -255,9 +255,7 @@ class PlanningProblem:
         """Raises a `PlanError` if a requested plan shards nothing because it divides no size."""
         found = undivided(layout)
         if found and self.shards_nothing(layout):
-            pad = " or ".join(
-                f"{self.axes.name(u.cls)} to {multiple(self.axes.sizes[u.cls], u.wanted_shards)}" for u in found
-            )
+            pad = " or ".join(f"{self.axes.name(u.cls)} to {u.padded}" for u in found)
             raise PlanError(
                 f"auto_shard({self.traced.name}): plan '{strategy}' shards nothing: "
                 f"{'; '.join(map(self.undivided_text, found))}. Pad {pad}, or request another plan"
@@ -277,7 +275,8 @@ class PlanningProblem:
 
     def undivided_text(self, one: Undivided) -> str:
         """Such as `vocab 50257 is not divisible by tp 8`, or by `8 (dp x tp)`."""
-        axis, ways = f"{self.axes.name(one.cls)} {self.axes.sizes[one.cls]}", one.wanted_shards
+        blocks = f" ({one.size // one.block} blocks of {one.block})" if one.block > 1 else ""
+        axis, ways = f"{self.axes.name(one.cls)} {one.size}{blocks}", one.wanted_shards
         over = requested_names(one.over)
         parts = f"{over[0]} {ways}" if len(over) == 1 else f"{ways} ({' x '.join(over)})"
         return f"{axis} is not divisible by {parts}"

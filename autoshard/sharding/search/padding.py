@@ -5,7 +5,7 @@
 
 The padded program is the same program with a larger axis in every value and every rule (`with_axis_size`). Its layouts
 have the same table, and the same models price them. Only gains are reported. No plan is chosen by them, because only
-the user can pad.
+the user can pad. Sizes are reported in elements, not in the blocks of a kernel (`layout.divisibility`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
-from autoshard.sharding.layout.divisibility import Undivided, multiple, undivided, undivided_in_storage
+from autoshard.sharding.layout.divisibility import Undivided, block_elements, multiple, undivided, undivided_in_storage
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.plan.tensors import Padding
 from autoshard.sharding.search.candidate import Candidate, best_assigned, price
@@ -59,14 +59,16 @@ def padding_gains(
     rivals = [(c.name, c.layout, c.cost.step_time_us) for c in others if c.name != chosen.name]
     rivals += [(name, layout, 0.0) for name, layout in idle if all(name != c.name for c in others)]
     found: dict[int, list[Padding]] = {}
+    blocks = block_elements(axes)
     for (cls, size), cases in _cases(chosen, rivals).items():
         padded_axes = with_axis_size(axes, cls, size)
         padded_cost, padded_memory = cost.resized(padded_axes), memory.resized(padded_axes)
         for words, layout, ways in cases:
             padded = best_assigned(price(words, _on(padded_axes, layout), padded_cost, padded_memory), padded_cost)
             if _gains(padded, chosen, limit):
+                before, after = (n * blocks.get(cls, 1) for n in (axes.sizes[cls], size))
                 step = padded.cost.step_time_us
-                padding = Padding(axes.name(cls), axes.sizes[cls], ways, size, words, step, padded.peak_bytes)
+                padding = Padding(axes.name(cls), before, ways, after, words, step, padded.peak_bytes)
                 found.setdefault(cls, []).append(padding)
     return tuple(min(paddings, key=lambda p: p.step_time_us) for paddings in found.values())
 
@@ -90,7 +92,7 @@ def _cases(chosen: Candidate, rivals: Sequence[tuple[str, Layout, float]]) -> di
     for words, layout, time in sorted(rivals, key=lambda rival: rival[2]):
         for one in undivided(layout):
             fastest = by_ways.setdefault(one.cls, {}).setdefault(one.wanted_shards, [])
-            if _may_gain(one, sizes[one.cls], time, chosen.cost.step_time_us) and len(fastest) < PADDED_RIVALS:
+            if _may_gain(one, time, chosen.cost.step_time_us) and len(fastest) < PADDED_RIVALS:
                 fastest.append((words, layout, one.wanted_shards))
     for cls, ways in by_ways.items():
         if fastest := [case for some in ways.values() for case in some]:
@@ -101,14 +103,13 @@ def _cases(chosen: Candidate, rivals: Sequence[tuple[str, Layout, float]]) -> di
 
 def may_gain_padded(layout: Layout, least_us: float, best_us: float) -> bool:
     """Whether a layout that takes at least `least_us` may be faster than `best_us` if one of its axes is padded."""
-    sizes = layout.axes.sizes
-    return any(_may_gain(one, sizes[one.cls], least_us, best_us) for one in undivided(layout))
+    return any(_may_gain(one, least_us, best_us) for one in undivided(layout))
 
 
-def _may_gain(one: Undivided, size: int, time_us: float, best_us: float) -> bool:
-    """Whether padding an axis of this size a little may make a layout of `time_us` faster than `best_us`."""
+def _may_gain(one: Undivided, time_us: float, best_us: float) -> bool:
+    """Whether padding an axis a little may make a layout of `time_us` faster than `best_us`."""
     could_gain = time_us * one.shards / one.wanted_shards < best_us
-    return could_gain and multiple(size, one.wanted_shards) <= MOST_RIVAL_PADDING * size
+    return could_gain and one.padded <= MOST_RIVAL_PADDING * one.size
 
 
 def _on(axes: LogicalAxes, layout: Layout) -> Layout:

@@ -119,3 +119,15 @@ def test_padding_of_key_value_heads():
     (padding,) = [p for p in planned.padding if p.size == 7]
     assert padding.padded == 8
     assert padding.step_time_us == pytest.approx(padded.estimate.step_time_us, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore::autoshard.errors.AutoshardWarning")  # devices repeat work
+@pytest.mark.parametrize("cp", [3, 9])
+def test_a_sequence_is_padded_by_whole_blocks_of_a_kernel(cp: int):
+    """Splash attention takes shards of whole blocks of 128 positions."""
+    step = workload_step(WORK.with_(batch_size=27))
+    unpadded = plan(*step, target="v6e:3x3", plan=f"dp:{9 // cp} cp:{cp}", donate_argnums=0)
+    (padding,) = unpadded.padding
+    assert (padding.axis, padding.size, padding.ways) == ("seq", 1024, cp)
+    assert padding.padded == 128 * 9
+    assert any(f"seq 1024 (8 blocks of 128) is not divisible by cp {cp}" in note for note in unpadded.notes)
