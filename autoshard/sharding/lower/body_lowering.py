@@ -1,4 +1,4 @@
-"""The interface of `lowering.Lowering` that the modules for early gathers use."""
+"""The interface of `lowering.Lowering` that other modules of this folder use."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from autoshard.sharding.lower.module_collectives import ModuleCollectives, befor
 from autoshard.sharding.lower.products.scattered_products import scattered_product
 from autoshard.sharding.lower.products.sums_on_shards import sums_on_shards
 from autoshard.sharding.lower.tpu.host_stacks import scan_with_host_stacks
-from autoshard.sharding.lower.tpu.kept_stacks import pinned_slices
+from autoshard.sharding.lower.tpu.stack_layouts import pinned_results, pinned_slices
 from autoshard.sharding.lower.tpu.update_barriers import UpdateBarriers
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.overlap.marks import Marks
@@ -161,7 +161,7 @@ class Lowering:
         if op.name == "sharding_constraint":
             return [self.with_user_sharding(args[0], op.eqn.params["sharding"])]
         if op.name == "device_put":
-            return list(map(_compat.put_in_memory_of, args, op.eqn.params["devices"]))
+            return list(map(_compat.put_in_memory_of, pinned_results(self, op, args), op.eqn.params["devices"]))
         if not is_decision_point(op):
             if op.name == "rev" and op.results[0] in self.layout.aliased_inputs:
                 self._reversed[op.results[0]] = op, args[0]
@@ -374,7 +374,7 @@ class Lowering:
             return prefetched_scan(self, op, found, consts, init, xs)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            x = pinned_slices(self.layout, self.mesh, op, n_consts + n_carry, x) if self.on_tpu else x
+            x = pinned_slices(self, op, n_consts + n_carry, x)
             carry = with_planned_rows(self.layout, op.operands[n_consts:], carry, self.constrain)
             out = self.function(op.blocks[0])(*consts, *carry, *x)
             return out[:n_carry], out[n_carry:]

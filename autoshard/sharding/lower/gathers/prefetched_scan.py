@@ -26,7 +26,7 @@ from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.lower.activation_spread import with_planned_rows
 from autoshard.sharding.lower.body_lowering import BodyLowering
 from autoshard.sharding.lower.tpu.host_stacks import scan_with_host_stacks
-from autoshard.sharding.lower.tpu.kept_stacks import pinned_slices
+from autoshard.sharding.lower.tpu.stack_layouts import pinned_slices
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.ir.program import Op
 
@@ -97,8 +97,7 @@ def prefetched_scan(
         index, carry, now = state
         following = jnp.maximum(index - 1, 0) if is_reversed else jnp.minimum(index + 1, length - 1)
         after = gathered(following)
-        if lowering.on_tpu:
-            x = pinned_slices(lowering.layout, lowering.mesh, op, len(consts) + len(init), x)
+        x = pinned_slices(lowering, op, len(consts) + len(init), x)
         carry = with_planned_rows(lowering.layout, op.operands[len(consts) :], carry, lowering.constrain)
         now = [lowering.constrain(each, gather.spec) for each, gather in zip(now, found.gathers, strict=True)]
         wide = [each.astype(dtype) for each, dtype in zip(now, types, strict=True)]

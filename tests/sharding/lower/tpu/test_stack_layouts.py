@@ -1,4 +1,4 @@
-"""The order of dimensions of values that wait on the device beside values on the host."""
+"""The order of dimensions of slices of stacks, in device memory and in host memory."""
 
 import jax
 import jax.numpy as jnp
@@ -54,14 +54,23 @@ def lowered(fn, target="v5e:2x4", words="dp:2 fsdp:4", args=(WEIGHTS, X), **how)
     return bound_or_error(made.bound).executable.constrained_program(made.mesh)
 
 
-def ordered(jaxpr):
-    """The shapes of shards whose order of dimensions is given, in a jaxpr and all jaxprs in it."""
-    found = [eqn.invars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "layout_constraint"]
+def orders(jaxpr):
+    """The shapes of shards whose order of dimensions is given, with the order, in a jaxpr and all jaxprs in it."""
+    found = [
+        (eqn.invars[0].aval.shape, eqn.params["layout"].major_to_minor)
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "layout_constraint"
+    ]
     for eqn in jaxpr.eqns:
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
             inner = getattr(value, "jaxpr", value)
-            found += ordered(inner) if hasattr(inner, "eqns") else []
+            found += orders(inner) if hasattr(inner, "eqns") else []
     return found
+
+
+def ordered(jaxpr):
+    """The shapes of `orders`."""
+    return [shape for shape, _ in orders(jaxpr)]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +86,51 @@ def ordered(jaxpr):
 def test_the_order_of_kept_values_is_given_beside_values_on_the_host(host, kept, target, shapes):
     program = lowered(step(host, kept), target)
     assert ordered(jax.make_jaxpr(program)(WEIGHTS, X).jaxpr) == shapes
+
+
+def wide(host, layer, shape, target="v5e:2x4", words="dp:8", hidden=8 * 128):
+    """The orders in a step of layers that are wide enough to fill the lanes of a TPU."""
+    weights = jax.ShapeDtypeStruct((LAYERS, shape[-1], hidden), jnp.float32)
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    program = lowered(step(host, [], layer), target, words, args=(weights, x))
+    return orders(jax.make_jaxpr(program)(weights, x).jaxpr)
+
+
+def wide_attention(h, w):
+    h, w = checkpoint_name(h, "input"), w.reshape(-1, 8, 128)
+    q = checkpoint_name(jnp.einsum("bsw,whd->bshd", h, w), "heads")
+    scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, q))
+    return h + jnp.einsum("bqhd,whd->bqw", jnp.einsum("bhqk,bkhd->bqhd", scores, q), w), None
+
+
+@pytest.mark.parametrize(("words", "shard"), [("dp:8", (2, 8, 256)), ("dp:2 cp:4", (8, 2, 256))])
+def test_values_in_host_memory_are_row_major_in_both_loops(words, shard):
+    assert wide(["input"], mlp, (ROWS, 8, 256), words=words) == [(shard, (0, 1, 2))] * 2
+
+
+def test_heads_are_in_front_of_positions_in_host_memory():
+    shard = (2, 8, 8, 128)  # rows, positions, heads, features of a head
+    given = wide(["heads"], wide_attention, (ROWS, 8, 256))
+    assert sorted(given) == [(shard, (0, 2, 1, 3))] * 2 + [((2, 8, 256), (0, 1, 2))]  # and the kept input of the layers
+
+
+@pytest.mark.parametrize(
+    ("host", "layer", "shape", "target"),
+    [
+        (["input"], mlp, (ROWS, 8, 192), "v5e:2x4"),  # 192 features would fill 256 lanes
+        (["input"], mlp, (ROWS, 4, 8, 256), "v5e:2x4"),  # an image
+        (["input"], mlp, (ROWS, 8, 256), "h100:1x8"),
+    ],
+)
+def test_other_values_in_host_memory_keep_the_order_that_the_compiler_chooses(host, layer, shape, target):
+    assert not wide(host, layer, shape, target)
+
+
+@pytest.mark.parametrize(("hidden", "count"), [(8 * 128, 2), (8 * 64, 0)])
+def test_features_of_a_shard_fill_the_lanes(hidden, count):
+    """With `tp:8`, each device has an eighth of the hidden features."""
+    given = wide(["hidden"], mlp, (ROWS, 8, 256), words="tp:8", hidden=hidden)
+    assert [shape for shape, _ in given].count((ROWS, 8, hidden // 8)) == count
 
 
 @pytest.mark.parametrize("words", ["dp:8", "tp:8", "dp:2 cp:4"])
@@ -116,17 +170,31 @@ def test_the_order_is_given_in_loops_that_gather_early():
     jaxpr = jax.make_jaxpr(program)(*jax.tree.leaves((weights, x))).jaxpr
     backward = [eqn for eqn in loops(jaxpr) if eqn.params["reverse"]]
     assert any(v.aval.shape == (width, hidden) for eqn in backward for v in eqn.invars)  # gathered for the first layer
-    assert ordered(jaxpr) == [(rows // 8, 64, hidden)]
+    on_host, kept = (rows // 8, 64, width), (rows // 8, 64, hidden)
+    assert sorted(ordered(jaxpr)) == [on_host, on_host, kept]  # sent and fetched; kept
 
 
 @pytest.mark.parametrize("words", ["dp:2 fsdp:4", "dp:8", "tp:8", "dp:2 cp:4", "fsdp:2 tp:2 cp:2"])
 def test_values_stay_the_same(words):
     fn = step(["input"], ["hidden"])
-    made = autoshard.plan(fn, WEIGHTS, X, plan=words, target="v5e:2x4")
+    check_values(fn, words, (WEIGHTS, X))
+
+
+@pytest.mark.parametrize(("host", "layer"), [(["input"], mlp), (["heads"], wide_attention)])
+@pytest.mark.parametrize("words", ["dp:8", "dp:2 cp:4", "fsdp:4 tp:2"])
+def test_values_of_programs_with_orders_in_host_memory_stay_the_same(host, layer, words):
+    weights = jax.ShapeDtypeStruct((LAYERS, 256, 8 * 128), jnp.float32)
+    check_values(step(host, [], layer), words, (weights, jax.ShapeDtypeStruct((ROWS, 8, 256), jnp.float32)))
+
+
+def check_values(fn, words, shapes):
+    made = autoshard.plan(fn, *shapes, plan=words, target="v5e:2x4")
     program = bound_or_error(made.bound).executable.constrained_program(made.mesh)
     mesh = jax.make_mesh(made.mesh.axis_sizes, made.mesh.axis_names, axis_types=made.mesh.axis_types)
     keys = jax.random.split(jax.random.key(0))
-    args = [jax.random.normal(key, each.shape) / 4 for key, each in zip(keys, (WEIGHTS, X), strict=True)]
+    args = [
+        jax.random.normal(key, each.shape) / shapes[0].shape[1] ** 0.5 for key, each in zip(keys, shapes, strict=True)
+    ]
     assert ordered(jax.make_jaxpr(program)(*args).jaxpr)
     with jax.set_mesh(mesh):
         results = jax.jit(program)(*args)
