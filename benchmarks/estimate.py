@@ -95,6 +95,8 @@ def estimate(
     target: str | Target,
     places: Sequence[Sequence[int]] | None = None,
     memory: Mapping[str, float] | None = None,
+    *,
+    has_code: bool = True,
 ) -> Estimate:
     """Estimate a step on a target.
 
@@ -106,6 +108,8 @@ def estimate(
             partitions of its slice in their order. By default row by row, with x (on a GPU the index) running fastest.
         memory: the compiler's analysis, in bytes: `argument`, `temp`, `output`, `alias`, `peak`; and `device`, the size
             of the device's memory space, for a program with values on the host: `peak` can be that of the host's memory
+        has_code: whether the compiler made machine code. Without, `memory` has only `device`, the program states no
+            cycles, and the only measure is the roofline.
 
     Raises:
         ValueError: the program has more partitions than the target has devices.
@@ -128,15 +132,16 @@ def estimate(
     parts = {
         name: Schedule(module, measure, wire_of, _copies(machine), machine.gpu)
         for name, measure in _measures(machine).items()
+        if has_code or name == "roofline"
     }
     runs = {name: part.run() for name, part in parts.items()}
-    most = sum(memory[key] for key in ("argument", "temp", "output")) - memory["alias"] if memory else None
+    most = sum(memory[key] for key in ("argument", "temp", "output")) - memory["alias"] if memory and has_code else None
     peak = memory.get("device") or memory.get("peak") if memory else None
     schedule = parts["roofline"]
     named = {(where.name, i.name): i for where in module.computations.values() for i in where.instructions}
     rows = _rows(schedule, runs, named, module.source)
     computed = [named[entry.key] for entry in runs["roofline"].log if entry.what == "compute"]
-    without = {i.name for i in computed if machine.chip.clock and cycles(i) is None}
+    without = {i.name for i in computed if has_code and machine.chip.clock and cycles(i) is None}
     return Estimate(
         target=machine.name,
         partitions=module.partitions,
@@ -148,7 +153,7 @@ def estimate(
         rows=rows,
         traffic=_traffic(schedule, runs, wire_of),
         memory_bytes=most,
-        peak_bytes=min(peak, most) if peak and most else None,
+        peak_bytes=min(peak, most or peak) if peak and (most or not has_code) else None,
         memory_limit=machine.chip.memory_bytes,
         without_cycles=len(without),
         without_cycles_seconds=sum(row.seconds["roofline"] for row in rows if row.name in without and row.seconds),

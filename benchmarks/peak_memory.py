@@ -10,9 +10,11 @@ Each row is a program (one of `plain_models.py`, such as `plain-gpt`, or `plain-
 few layers), a remat policy, a plan and a target. No device is needed. The columns are GiB of one device:
 
     predicted   the plan's estimate
-    compiled    the compiler's own peak, else arguments + temporaries. For a program with values on the host, the size
-                of the device's memory space, because the compiler's peak can be that of the host's memory
-    upper       arguments + temporaries + results outside of donated memory. Not all temporaries are alive at once
+    compiled    on a TPU, the size of the device's memory space, gaps between buffers included. By this size XLA decides
+                whether a program fits. It is known before there is machine code, so a row takes seconds. On a GPU, the
+                compiler's own peak
+    upper       on a GPU, arguments + temporaries + results outside of donated memory. Not all temporaries are alive at
+                once
 
 `--buffers` also prints the temporaries at the peak, by the estimate and by the compiler.
 """
@@ -124,16 +126,17 @@ class Row:
 
     @property
     def upper(self) -> float:
-        """The compiler's arguments, temporaries and results outside of donated memory."""
+        """The compiler's arguments, temporaries and results outside of donated memory; 0 if it does not give them."""
         kinds = self.compiled
-        return kinds["argument"] + kinds["temp"] + kinds["output"] - kinds["alias"] if kinds else 0.0
+        return kinds["argument"] + kinds["temp"] + kinds["output"] - kinds["alias"] if "argument" in kinds else 0.0
 
     def text(self) -> str:
         """The row as a line of the table."""
         held = self.total - self.predicted["temporary"]
         sizes = (self.total, self.peak, self.upper, held, self.predicted["temporary"], self.compiled.get("temp", 0.0))
         ratio = f"{self.total / self.peak:5.2f}" if self.peak else "    -"
-        return f"{self.name:46s}" + "".join(f"{size / GiB:10.2f}" for size in sizes) + f"  {ratio}  {self.kind}"
+        columns = "".join(f"{size / GiB:10.2f}" if size else f"{'-':>10s}" for size in sizes)
+        return f"{self.name:46s}{columns}  {ratio}  {self.kind}"
 
 
 HEAD = (
@@ -166,7 +169,7 @@ def measured(program: str, remat: str, words: str, target: str, buffers: bool, c
     with tempfile.TemporaryDirectory() as scratch:
         dump = Path(scratch) / "dump" if buffers else None  # a cached program is not dumped
         job = export_plan(bound_or_error(planned.bound).executable)
-        found = compile_job(job, cache=Path(scratch) if buffers else None, dump=dump)
+        found = compile_job(job, cache=Path(scratch) if buffers else None, dump=dump, until="schedule")
         if dump is not None:
             print("compiler's buffers at the peak:\n" + _compiled(dump))
     kinds = ("argument", "temp", "output", "alias", "peak", "device")

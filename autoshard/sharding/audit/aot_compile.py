@@ -37,6 +37,7 @@ from autoshard.sharding.audit.device_memory import add_device_bytes, dump_flags,
 from autoshard.sharding.audit.export import CompileJob
 
 CHILD = Path(__file__).with_name("compiler_process.py")
+Until = Literal["schedule", "code"]  # how far to compile
 _PACKAGES = {"tpu": ("libtpu", "aot-tpu"), "cuda": ("jax_plugins.xla_cuda13", "aot-cuda")}
 
 
@@ -60,6 +61,8 @@ class Compiled:
         added: options that were added because the compiler fails without them, as `name=value`.
         seconds: compile time.
         versions: versions of the compiler's packages.
+        until: `code`, or `schedule` if there is no machine code. Then `memory` has only `device`, and the program
+            states no cycles.
         cached: whether the result comes from the cache.
         path: the file with the scheduled program, gzipped; None if there is none.
     """
@@ -75,6 +78,7 @@ class Compiled:
     added: Sequence[str] = ()
     seconds: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
+    until: Until = "code"
     cached: bool = False
     path: Path | None = None
 
@@ -96,13 +100,15 @@ class Compiled:
             return self.needed_bytes
         if self.kind != "ok":
             return None
+        if self.until == "schedule":
+            return float(self.memory["device"]) or None
         most = self.memory["argument"] + self.memory["output"] - self.memory["alias"] + self.memory["temp"]
         return float(min(self.memory.get("device") or self.memory.get("peak") or most, most))
 
     @property
     def host_bytes(self) -> float | None:
-        """Bytes in host memory that belong to one device; None if the program was not compiled."""
-        if self.kind != "ok":
+        """Bytes in host memory that belong to one device; None if the program has no machine code."""
+        if self.kind != "ok" or self.until != "code":
             return None
         host = {kind: self.memory.get(f"host_{kind}", 0) for kind in ("argument", "output", "alias", "temp")}
         return float(host["argument"] + host["output"] - host["alias"] + host["temp"])
@@ -128,7 +134,11 @@ def cache_folder() -> Path:
 
 
 def compile_job(
-    job: CompileJob, timeout_s: float = TIMEOUT_S, cache: Path | None = None, dump: Path | None = None
+    job: CompileJob,
+    timeout_s: float = TIMEOUT_S,
+    cache: Path | None = None,
+    dump: Path | None = None,
+    until: Until = "code",
 ) -> Compiled:
     """Compile a job, or read its result from the cache. Failures of the compiler are results, never exceptions.
 
@@ -140,11 +150,15 @@ def compile_job(
         timeout_s: seconds after which the child is killed.
         cache: the folder of the cache. Default: `cache_folder()`.
         dump: a folder to which the compiler dumps the program and its reports. A cached program is not dumped.
+        until: `schedule` stops libtpu when the program is scheduled and each buffer has its place. That takes seconds
+            instead of minutes, and the result has no cycles. Other compilers always make code.
     """
+    until = until if job.platform == "tpu" else "code"
     key = environment_key() | ({"reports": "device_memory"} if uses_host(job) else {})
+    key |= {"until": until} if until != "code" else {}
     cache, digest = cache or cache_folder(), job.digest(json.dumps(key, sort_keys=True))
     try:
-        return _build(job, timeout_s, cache / digest, dump)
+        return _build(job, timeout_s, cache / digest, dump, until)
     except OSError as error:
         warnings.warn(
             f"compiled programs cannot be cached in {cache} ({error.strerror or error}). Set AUTOSHARD_CACHE to a "
@@ -152,7 +166,7 @@ def compile_job(
             AutoshardWarning,
             stacklevel=users_stacklevel(),
         )
-        return _build(job, timeout_s, Path(_temporary_cache().name) / digest, dump)
+        return _build(job, timeout_s, Path(_temporary_cache().name) / digest, dump, until)
 
 
 @functools.cache
@@ -161,17 +175,19 @@ def _temporary_cache() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="autoshard-")
 
 
-def _build(job: CompileJob, timeout_s: float, folder: Path, dump: Path | None) -> Compiled:
+def _build(job: CompileJob, timeout_s: float, folder: Path, dump: Path | None, until: Until) -> Compiled:
     if cached := _read_cache(folder):
         return cached
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         job_file, out = Path(scratch) / "job.json", Path(scratch) / "out"
         out.mkdir()
-        body = asdict(job) | {"program": base64.b64encode(job.program).decode()}
-        job_file.write_text(json.dumps(body, default=list))
-        if dump is None and uses_host(job):
+        needs_dump = uses_host(job) or until == "schedule"
+        if dump is None and needs_dump:
             dump = Path(scratch) / "dump"
+        body = asdict(job) | {"program": base64.b64encode(job.program).decode()}
+        body |= {"until": until, "dump": str(dump or "")}
+        job_file.write_text(json.dumps(body, default=list))
         try:
             done = subprocess.run(  # -P: do not import modules from the child's folder
                 [sys.executable, "-P", str(CHILD), str(job_file), str(out)], env=_environment(dump),
@@ -185,7 +201,7 @@ def _build(job: CompileJob, timeout_s: float, folder: Path, dump: Path | None) -
         (out / "stderr.txt").write_text(done.stderr)
         if json.loads((out / "result.json").read_text())["kind"] == "error":
             return _read(out, cached=False)
-        if dump is not None and uses_host(job):
+        if dump is not None and needs_dump:
             add_device_bytes(out / "result.json", dump)
         with contextlib.suppress(OSError):  # another process has stored the same result
             out.rename(folder)

@@ -15,12 +15,17 @@ JOB is JSON, a mapping:
                 order: slice, z, y, x, core of a TPU; host, index of a GPU
     donated     indices of the arguments whose memory the results may use; an exported program does not store them
     options     compiler options, name -> string
+    dump        the folder to which the compiler dumps the program; needed for `schedule`
+    until       `code`, the default, for the whole compilation, or `schedule`: a TPU's program is scheduled and its
+                buffers have places, but there is no machine code for it. That takes seconds instead of minutes.
 
 OUT gets `program.hlo.gz` (the scheduled HLO) and `result.json`:
     kind        `ok`, `oom` (the program does not fit the device: a result, not a failure) or `error`
     stage       the stage that failed: `topology`, `lower` or `compile`; empty if none did
     message     the error message; empty if there is none
-    memory      bytes on one device by kind: argument, output, temp, alias, code, peak; on its host with `host_`
+    memory      bytes on one device by kind: argument, output, temp, alias, code, peak; on its host with `host_`. None
+                for `schedule`
+    until       the job's
     needed_bytes, limit_bytes   for an `oom`, the bytes that the program needs and that the device has, as reported
     coordinates for each partition of the program (its position in the mesh) the coordinates of its device: x, y, z,
                 core of a TPU, and slice if there are several; slice, host, index of a GPU; number of a CPU
@@ -38,6 +43,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
@@ -74,6 +80,10 @@ MEMORY = {
     "code": "generated_code_size_in_bytes",
     "peak": "peak_memory_in_bytes",
 }
+SCHEDULED = ".after_optimizations.txt"  # the end of the name of the dump of a scheduled program
+# The dump that libtpu writes when each buffer has its place, after all others and before it makes machine code.
+PLACED = "*.after_optimizations_after_buffer_assignment.txt"
+POLL_S = 0.05
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -81,10 +91,32 @@ def main(job: Path, out: Path) -> None:
     """Compile the job and write the result."""
     contents = json.loads(job.read_text())
     set_environment(contents)
-    result, text = _result(contents)
+    result: dict[str, Any] = {"versions": versions(), "message": "", "dropped": [], "added": [], "stage": "topology"}
+    result["until"] = contents.get("until", "code")
+    writing = threading.Lock()  # the thread that has the result first takes it, and does not release it
+    if result["until"] == "schedule":
+        threading.Thread(target=_watch, args=(Path(contents["dump"]), out, result, writing), daemon=True).start()
+    text = _compile(contents, result)
+    writing.acquire()  # noqa: SIM115
+    _write(out, result, text)
+
+
+def _write(out: Path, result: dict[str, Any], text: str) -> None:
     if text:
         (out / "program.hlo.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
     (out / "result.json").write_text(json.dumps(result) + "\n")
+
+
+def _watch(dump: Path, out: Path, result: dict[str, Any], writing: threading.Lock) -> None:
+    """Wait for the dump of a scheduled program whose buffers have places, write it as the result, and exit."""
+    begin = time.perf_counter()
+    while not (placed := list(dump.rglob(PLACED))):
+        time.sleep(POLL_S)
+    scheduled = next(file for file in placed[0].parent.iterdir() if file.name.endswith(SCHEDULED))
+    writing.acquire()  # noqa: SIM115
+    done = {"kind": "ok", "stage": "", "seconds": time.perf_counter() - begin, "memory": {}}
+    _write(out, result | done, scheduled.read_text())
+    os._exit(0)  # the compiler cannot be interrupted
 
 
 def set_environment(job: dict[str, Any]) -> None:
@@ -96,23 +128,24 @@ def set_environment(job: dict[str, Any]) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
-def _result(job: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    result: dict[str, Any] = {"versions": versions(), "message": "", "dropped": [], "added": [], "stage": "topology"}
+def _compile(job: dict[str, Any], result: dict[str, Any]) -> str:
+    """Compile a job, and return its text; empty after a failure. The figures go into `result`."""
     begin = time.perf_counter()
     try:
         mesh = _mesh(job)
         sliced = "*" in job["topology"]
         places = [coordinates(device, sliced=sliced) for device in mesh.devices.flat]
-        result |= {"coordinates": places, "stage": "lower"}
+        result.update({"coordinates": places, "stage": "lower"})
         lowered = _lowered(job, mesh)
-        result |= {"seconds_lower": time.perf_counter() - begin, "stage": "compile"}
+        result.update({"seconds_lower": time.perf_counter() - begin, "stage": "compile"})
         compiled = _compiled(lowered, _options(job), result)
     # Errors of the compiler (JaxRuntimeError) and of JAX are results. Other errors end the process with a traceback.
     except (RuntimeError, ValueError, TypeError) as error:
-        return result | _failure(str(error)) | {"seconds": time.perf_counter() - begin}, ""
+        result.update(_failure(str(error)) | {"seconds": time.perf_counter() - begin})
+        return ""
     seconds = time.perf_counter() - begin
-    result |= {"kind": "ok", "stage": "", "seconds": seconds, "memory": _memory(compiled)}
-    return result, compiled.as_text()
+    result.update({"kind": "ok", "stage": "", "seconds": seconds, "memory": _memory(compiled), "until": "code"})
+    return compiled.as_text()
 
 
 def versions() -> dict[str, str]:
