@@ -11,11 +11,12 @@ from typing import Any
 from unittest.mock import patch
 
 from estimate import CHIPS as JUDGED
+from estimate import estimate
 from plan_rows import Planned, Row, Store
 from recipe_file import Options
 
 from autoshard.errors import AutoshardError, AutoshardWarning
-from autoshard.sharding.audit.aot_compile import missing_compiler
+from autoshard.sharding.audit.aot_compile import compile_job, missing_compiler
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.lower.tpu import host_stacks
 from autoshard.sharding.machines.targets import find_target
@@ -128,12 +129,15 @@ def with_compiled(
     return replace(side, compiled=_compiled(row), problem=row.message)
 
 
-def compiled_seconds(side: Side) -> float:
-    """The compiled step time: joined, else by the first measure; infinite if no program fits."""
-    found = side.compiled
-    if not found or not found["fits"]:
+def scheduled_seconds(made: Any, target: str, options: Options) -> float:
+    """Seconds of a plan's schedule by the roofline, without machine code; infinite if there is none."""
+    try:
+        found = compile_job(export_plan(bound_or_error(made.bound).executable, options), until="schedule")
+        if found.kind != "ok":
+            return math.inf
+        return estimate(found.text, target, found.coordinates or None, found.memory, has_code=False).step["roofline"]
+    except Exception:  # a fault of the export or of the referee in one row must not cost the others
         return math.inf
-    return found["seconds"].get("joined", next(iter(found["seconds"].values()), math.inf))
 
 
 def _not_judged(target: str) -> str:

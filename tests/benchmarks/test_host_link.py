@@ -51,12 +51,12 @@ def test_other_machines_are_an_error(monkeypatch, capsys):
     assert "no machine v6e:2x4; choose from v4:1x1x1" in capsys.readouterr().err
 
 
-def test_the_set_lets_the_scheduler_expect_the_link_that_the_planner_expects():
-    at_one = {row.target.partition(":")[0]: row for row in host_link.stored() if row.value == "1"}
-    assert {"v4", "v5p", "v6e"} <= at_one.keys()
-    for chip, options in LINK_SPEEDS.items():
-        row = at_one[chip]
-        assert float(options[host_link.LINK_SPEED]) * row.bytes / row.us * 1e6 == pytest.approx(row.planned, rel=0.02)
+def test_the_sets_lie_between_what_the_scheduler_and_the_planner_expect():
+    at = {row.value: row for row in host_link.stored() if row.target.startswith("v6e")}
+    fastest = at["1"].bytes / at["1"].us * 1e6
+    default = at[""].bytes / at[""].us * 1e6
+    for options in LINK_SPEEDS.values():
+        assert default < float(options[host_link.LINK_SPEED]) * fastest < at["1"].planned
 
 
 def test_a_compiler_without_the_option_is_no_figure(monkeypatch):

@@ -1,6 +1,7 @@
 """Recipes: their file, their words, what is planned for them, and the results."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import recipe_settings
 import recipe_stand_ins as stand_ins
 import recipes
 from plan_rows import Planned, Row, Store
-from plan_sides import Side, compiled_seconds
+from plan_sides import Side
 from recipe_figures import figures, table
 from recipe_file import OWN, Entry, Recipe, RecipeFileError, read_recipes
 from recipe_rows import Result, result_of
@@ -27,6 +28,7 @@ from autoshard.models.remat.policies import remat_problems
 from autoshard.models.workloads import WORKLOADS
 from autoshard.sharding.audit import Compiled
 from autoshard.sharding.machines.options import ProgramFacts, default_options
+from autoshard.sharding.machines.options.host_memory import LINK_SPEEDS
 from autoshard.sharding.machines.options.option_table import LINK_SPEED
 from autoshard.sharding.machines.targets import find_target
 from autoshard.train.program.build import workload_step
@@ -399,25 +401,27 @@ def test_options_with_reports_of_wrong_numbers_are_compiled_with_and_without(tmp
     assert found.reported == () and found.recipe_without is None and found.best_with is None
 
 
-@pytest.mark.parametrize(("link_s", "kept_s"), [(2.0, 2.0), (4.0, 3.0), (None, 3.0)])
-def test_our_plan_has_the_faster_scheduling_of_transfers(monkeypatch, link_s, kept_s):
-    seconds = {False: 3.0, True: link_s}  # whether the options have the speed of the link -> the compiled step
-
-    def compile_under(side, made, store, name, options, compiler_moves=False):
-        step = seconds[options is not None and LINK_SPEED in options]
-        return replace(side, compiled={"fits": step is not None, "seconds": {"joined": step}})
-
-    monkeypatch.setattr(recipe_rows, "with_compiled", compile_under)
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [((3.0, 2.0, 2.5), "0.5"), ((3.0, 4.0, 2.5), "0.3"), ((3.0, 4.0, 3.5), None), ((3.0, math.inf, math.inf), None)],
+)
+def test_our_plan_has_the_fastest_scheduling_of_transfers(monkeypatch, seconds, chosen):
+    by_speed = dict(zip((None, *(o[LINK_SPEED] for o in LINK_SPEEDS.values())), seconds, strict=True))
+    used: list[Any] = []
+    monkeypatch.setattr(
+        recipe_rows, "scheduled_seconds", lambda made, target, options: by_speed[options.get(LINK_SPEED)]
+    )
+    monkeypatch.setattr(recipe_rows, "with_compiled", lambda side, made, store, name, options: used.append(options))
     facts = ProgramFacts("v6e", host_traffic_bytes=1e9)
     monkeypatch.setattr(recipe_rows, "program_facts", lambda made: facts)
     made = SimpleNamespace(compiler_options={"tpu": default_options("v6e")})
+    store = cast(Any, SimpleNamespace(target="v6e:2x4"))
 
-    def compiled_s():
-        return compiled_seconds(recipe_rows._faster_link(Side(words="fsdp:8"), made, cast(Any, None), "plan"))
-
-    assert compiled_s() == kept_s
+    recipe_rows._faster_link(Side(words="fsdp:8"), made, store, "plan")
+    assert used.pop().get(LINK_SPEED) == chosen
     monkeypatch.setattr(recipe_rows, "program_facts", lambda made: replace(facts, host_traffic_bytes=0.0))
-    assert compiled_s() == 3.0
+    recipe_rows._faster_link(Side(words="fsdp:8"), made, store, "plan")
+    assert LINK_SPEED not in used.pop()
 
 
 def test_option_sets_with_reports_are_on_in_our_plan_if_a_recipe_has_them(tmp_path):

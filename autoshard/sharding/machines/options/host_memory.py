@@ -1,22 +1,23 @@
 """Options for host memory on TPUs, and what they are worth.
 
-`host-link`: XLA's scheduler gives each fetch from host memory as much compute as it expects the fetch to take. For v6e
-it expects a third of the link's bandwidth. Then it finds too little compute for the first fetches of an iteration, and
-the device waits for them. `LINK_SPEED` scales what it expects. In GB/s, compiled with libtpu 0.0.42.1
-(`benchmarks/host_link.py`):
+`host-link` and `slow-host-link`: XLA's scheduler gives each fetch from host memory as much compute as it expects the
+fetch to take. For v6e it expects a third of the link's bandwidth. `LINK_SPEED` scales what it expects. In GB/s,
+compiled with libtpu 0.0.42.1 (`benchmarks/host_link.py`):
 
     chip   by default   at 1   the planner
     v4     18.2         81.8   14.4
     v5p    12.5         60.5   14.4
     v6e     9.3         46.1   28.8
 
-On v5e and tpu7x, fetches start at the beginning of the iteration, whatever the value. `verify` tries the set. It is not
-a default, because with it some programs start their fetches too late. Seconds per step on v6e:2x4 under `fsdp:8`, by
-the joined measure of `benchmarks/recipes.py`:
+On v5e and tpu7x, fetches start at the beginning of the iteration, whatever the value. `verify` tries both sets. None is
+a default, because each is the best for some programs. Seconds per step on v6e, scheduled for the plans of
+`benchmarks/recipes.py`, by the roofline:
 
-    program                                     default   host-link   exposed transfers
-    Llama-3.1 8B, host:qkv+context+out_proj     2.98      2.78        0.47 -> 0.27
-    Mistral 7B, host:residual+qkv+context       4.83      5.08        0.15 -> 0.39
+    program                                                  default   host-link   slow-host-link
+    Llama-3.1 8B, v6e:2x4, host:qkv+context+out_proj         2.765     2.762       2.601
+    Llama-3.1 8B, v6e:8x8, host:qkv+context+out_proj         4.288     4.551       4.364
+    Mistral 7B, v6e:2x4, host:residual+qkv+context           4.646     4.582       4.926
+    Llama-2 70B, v6e:16x16, three of four layers host:mlp_in 6.575     6.781       6.621
 
 `small-tiles`: without it, XLA for tpu7x writes a stack in host memory in tiles of 16 rows and reads it in tiles of 8.
 So each iteration of a loop moves the whole stack through the device. With it, eight layers with two values in host
@@ -33,9 +34,10 @@ from collections.abc import Mapping
 
 from autoshard.sharding.machines.options.option_table import LINK_SPEED, Options
 
-# Chip -> the options of `host-link`. The value is the last column of the table above divided by the column before it.
-# The set leaves out v4 and v5p: their default is within 30 % of the planner's figure, which is only a rated one.
-LINK_SPEEDS: Mapping[str, Options] = {"v6e": {LINK_SPEED: "0.62"}}
+# Option set -> its options, for v6e. Half and a third of what the scheduler expects at 1: 23 and 14 GB/s.
+# Values around them (0.4, 0.62, 0.75, 0.85) were not better for the programs of the second table. v4 and v5p have no
+# such set: what the scheduler expects by default is within 30 % of the planner's figure, which is only a rated one.
+LINK_SPEEDS: Mapping[str, Options] = {"host-link": {LINK_SPEED: "0.5"}, "slow-host-link": {LINK_SPEED: "0.3"}}
 
 # The options of `host-transfers`.
 HOST_TRANSFERS: Options = {

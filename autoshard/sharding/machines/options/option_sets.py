@@ -233,12 +233,15 @@ _ALL = (
         _always,
         default=("tpu7x",),
     ),
-    OptionSet(
-        "host-link",
-        "the scheduler expects the bandwidth that the link to the host has",
-        LINK_SPEEDS,
-        "programs with host traffic",
-        _moves,
+    *(
+        OptionSet(
+            name,
+            "the scheduler expects a faster link to the host than by default",
+            {"v6e": options},
+            "programs with host traffic",
+            _moves,
+        )
+        for name, options in LINK_SPEEDS.items()
     ),
     OptionSet(
         "host-transfers",

@@ -37,7 +37,11 @@ def test_a_set_is_tried_where_its_condition_holds():
     assert not any(names(ProgramFacts(chip)) for chip in ("v5p", "v6e", "tpu7x"))
     assert names(ProgramFacts("v5e")) == ["scoped-vmem"]
     assert "scoped-vmem" in names(ProgramFacts("v6e"), {MEMORY: "16384"})
-    assert names(ProgramFacts("v6e", host_traffic_bytes=1.0))[:2] == ["host-link", "host-transfers"]
+    assert names(ProgramFacts("v6e", host_traffic_bytes=1.0))[:3] == [
+        "host-link",
+        "slow-host-link",
+        "host-transfers",
+    ]
     assert [names(ProgramFacts("v5p", collectives=KINDS, memory_share=share))[:1] for share in (0.8, 0.9)] == [
         ["gather-fusion"],
         ["full-memory"],
