@@ -1,7 +1,7 @@
 """Compare the planner with an expert on the programs of the corpus, compiled for the same machines.
 
     python benchmarks/bench_formulations.py [NAME ...] [--few 3] [--kinds N] [--held-out | --open]
-                                             [--show | --predict]
+                                             [--schedule] [--missing] [--show | --predict]
 
 For each program of `formulations/` on each of its machines, these are compiled and judged by `estimate.py`:
 
@@ -10,8 +10,10 @@ For each program of `formulations/` on each of its machines, these are compiled 
              the kernels that the planner inserts
     plan     the planner's choice, and the fastest of each other kind that it priced
 
-With `--kinds N`, only the N kinds that the estimate finds fastest are compiled on each side. `--predict` renews the
-estimates of stored rows and compiles nothing.
+With `--schedule`, no machine code is made (`compile_job`): a program takes seconds instead of minutes, is judged by the
+roofline only, and has no audit. With `--missing`, programs that have stored rows are left out. With `--kinds N`, only
+the N kinds that the estimate finds fastest are compiled on each side. `--predict` renews the estimates of stored rows
+and compiles nothing.
 
 The rows are stored in `results/formulations/NAME@TARGET.json`. A program in the compiler's cache is not compiled again.
 The figures are the compiled step over the best expert's, the error of the prediction, and the regret: the chosen plan
@@ -44,6 +46,7 @@ from plan_rows import Planned, Store
 from autoshard import Plan, plan
 from autoshard.errors import AutoshardError
 from autoshard.sharding.audit import Audit, CompileJob, export_plan
+from autoshard.sharding.audit.aot_compile import Until
 from autoshard.sharding.audit.export import export
 from autoshard.sharding.machines.device_mesh import traced_machine
 from autoshard.sharding.machines.targets import find_target
@@ -58,14 +61,13 @@ TIMEOUT_S = 1200.0  # seconds after which a compiler is stopped
 LEAST_SHARE = 0.01  # of a program's traffic: smaller unplanned collectives are not listed
 
 
-def store_of(formulation: Formulation, target: str, timeout_s: float = TIMEOUT_S) -> Store:
+def store_of(formulation: Formulation, target: str, timeout_s: float = TIMEOUT_S, until: Until = "code") -> Store:
     """Return the rows of a program on a machine."""
-    return Store(f"{formulation.name}@{target.replace(':', '-')}", target, FOLDER, timeout_s)
+    return Store(f"{formulation.name}@{target.replace(':', '-')}", target, FOLDER, timeout_s, until)
 
 
-def run(formulation: Formulation, target: str, few: int, kinds: int, timeout_s: float) -> Store:
+def run(formulation: Formulation, target: str, few: int, kinds: int, store: Store) -> None:
     """Compile and store the rows of a program on a machine."""
-    store = store_of(formulation, target, timeout_s)
     store.begin()
     store.notes = {"style": formulation.style, "held_out": formulation.held_out}
     start = time.process_time()
@@ -78,7 +80,7 @@ def run(formulation: Formulation, target: str, few: int, kinds: int, timeout_s: 
         store.notes["planner"] = str(error)
         store.save()
         print(f"{store.case}: {error}", flush=True)
-        return store
+        return
     store.notes |= {"planning_seconds": round(time.process_time() - start, 1), "chosen": made.chosen}
     store.notes["idle"] = idle
     given = made.compiler_options.get(find_target(target).platform, {})
@@ -86,9 +88,9 @@ def run(formulation: Formulation, target: str, few: int, kinds: int, timeout_s: 
     for one in [*_planned(formulation, target, made, kinds), *_experts(formulation, target, few, kinds)]:
         row = store.finish(one, options, one.export(options))
         print(f"{store.case}: {row.side} {row.style}: {row.kind} {row.seconds:.4f} s", flush=True)
-    store.notes["audit"] = audited(made.verify(options=options, timeout_s=timeout_s))
+    if store.until == "code":
+        store.notes["audit"] = audited(made.verify(options=options, timeout_s=store.timeout_s))
     store.save()
-    return store
 
 
 def predict(formulation: Formulation, target: str, store: Store) -> None:
@@ -178,6 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", type=int, default=len(KINDS), help="kinds of strategies to compile on each side")
     parser.add_argument("--target", help="one machine only")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
+    parser.add_argument("--schedule", action="store_true", help="make no machine code; judge by the roofline")
+    parser.add_argument("--missing", action="store_true", help="only programs without stored rows")
     half = parser.add_mutually_exclusive_group()
     half.add_argument("--held-out", action="store_true", help="only programs that were not used to develop the planner")
     half.add_argument("--open", action="store_true", help="only programs that were used to develop the planner")
@@ -197,7 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     for formulation, target in wanted if not given.show else ():
         if not given.predict:
-            run(formulation, target, given.few, given.kinds, given.timeout)
+            store = store_of(formulation, target, given.timeout, "schedule" if given.schedule else "code")
+            if not (given.missing and store.path.exists()):
+                run(formulation, target, given.few, given.kinds, store)
         elif (store := store_of(formulation, target)).path.exists():
             predict(formulation, target, store)
     stores = [store_of(formulation, target) for formulation, target in wanted]

@@ -16,7 +16,7 @@ from estimate import estimate, measures
 from estimate_result import Estimate
 
 from autoshard.sharding.audit import CompileJob, compile_job
-from autoshard.sharding.audit.aot_compile import Compiled
+from autoshard.sharding.audit.aot_compile import Compiled, Until
 from autoshard.sharding.audit.compiler_process import versions as compilers
 from autoshard.sharding.audit.constants import TIMEOUT_S
 from autoshard.sharding.machines.targets import TargetError, find_target
@@ -39,12 +39,13 @@ class Row:
         digest: the hash of the exported program, the machine, the options and the compiler's version.
         kind: the compiler's result: `ok`, `oom` or another failure.
         message: the compiler's message if it failed.
-        step: seconds by `estimate.py`, by measure: cycles, roofline, joined.
+        step: seconds by `estimate.py`, by measure: cycles, roofline, joined. Without machine code, roofline only.
         exposed: the exposed seconds of collectives and copies among these, by measure.
         copies: the exposed seconds of copies among these, by measure; empty in rows of older versions.
         wire_bytes: bytes that a device sends.
         memory_bytes: arguments, results and temporaries.
-        peak_bytes: the compiler's peak. For a program with values on the host, the size of the device's memory space.
+        peak_bytes: the compiler's peak. For a program with values on the host or without machine code, the size of the
+            device's memory space.
         limit_bytes: the memory of a device.
         predicted: the planner's `step`, `wire_bytes` and `memory_bytes` for `words`.
         bound: the roofline's lower bound for programs of this style, in seconds.
@@ -129,9 +130,25 @@ class Store:
     machine or with more time, and one that lacks a measure of the present referee.
     """
 
-    def __init__(self, case: str, target: str, folder: Path = FOLDER, timeout_s: float = TIMEOUT_S):
-        """Read the file, if there is one. A compiler is stopped after `timeout_s` seconds."""
+    def __init__(
+        self,
+        case: str,
+        target: str,
+        folder: Path = FOLDER,
+        timeout_s: float = TIMEOUT_S,
+        until: Until = "code",
+    ):
+        """Read the file, if there is one.
+
+        Args:
+            case: the name of the file.
+            target: the machine.
+            folder: the file's folder.
+            timeout_s: seconds after which a compiler is stopped.
+            until: how far programs are compiled (`compile_job`).
+        """
         self.case, self.target, self.path = case, target, folder / f"{case}.json"
+        self.until: Until = until
         self.timeout_s, self.at_once = timeout_s, AT_ONCE
         self.lock = threading.Lock()
         data = json.loads(self.path.read_text()) if self.path.exists() else {}
@@ -155,20 +172,23 @@ class Store:
         if known is not None:
             row = replace(known, **_plan_fields(planned), cached=True)
         else:
-            row = self._row(planned, options, digest, compile_job(job, self.timeout_s))
+            row = self._row(planned, options, digest, compile_job(job, self.timeout_s, until=self.until))
         with self.lock:
             self.rows = [each for each in self.rows if _key(each) != _key(row)] + [row]
             self.save()
         return row
 
     def _is_final(self, row: Row) -> bool:
-        return row.kind != "timeout" and (row.kind != "ok" or set(row.step) >= set(measures(self.target)))
+        needed = measures(self.target) if self.until == "code" else ("roofline",)
+        return row.kind != "timeout" and (row.kind != "ok" or set(row.step) >= set(needed))
 
     def _row(self, planned: Planned, options: Mapping[str, Any], digest: str, result: Compiled) -> Row:
         job: dict[str, Any] = _plan_fields(planned) | {"options": dict(options), "digest": digest, "kind": result.kind}
         figures: dict[str, Any] = {}
         if result.kind == "ok":
-            step: Estimate = estimate(result.text, self.target, result.coordinates or None, result.memory)
+            step: Estimate = estimate(
+                result.text, self.target, result.coordinates or None, result.memory, has_code=result.until == "code"
+            )
             exposed = {name: step.exposed[name] + step.copies[name] for name in step.step}
             figures = {"step": step.step, "exposed": exposed, "copies": step.copies, "wire_bytes": step.wire_bytes}
             figures |= {"memory_bytes": step.memory_bytes, "peak_bytes": step.peak_bytes}

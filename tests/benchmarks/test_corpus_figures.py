@@ -1,11 +1,16 @@
 """The figures of the compiled corpus, from rows that are made up."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import plan_rows
 import pytest
 from bench_formulations import audited
 from corpus_figures import figures
-from plan_rows import Row, Store
+from plan_rows import Planned, Row, Store
 
-from autoshard.sharding.audit import Audit
+from autoshard.sharding.audit import Audit, Compiled
 from autoshard.sharding.audit.traffic_diff import Unplanned
 from autoshard.sharding.hlo.rematerializations import Rematerialization
 
@@ -86,3 +91,32 @@ def test_what_the_compiler_added_is_listed_with_its_cause(tmp_path):
         "rematerializations": {one.case: found["rematerializations"]},
         "idle": {other.case: other.notes["idle"]},
     }
+
+
+def test_rows_without_machine_code_count_by_the_roofline(tmp_path):
+    def scheduled(side, words, seconds):
+        return replace(row(side, words, 0.0, 0.9), step={"roofline": seconds})
+
+    one = store(tmp_path, "one", "fsdp:8", scheduled("plan", "fsdp:8", 1.2), scheduled("expert", "dp:8", 1.0))
+    found = figures([one])
+    assert found["roofline"]["over_expert"] == {"programs": 1, "worst": 1.2, "mean": pytest.approx(1.2)}
+    assert found["cycles"]["over_expert"]["programs"] == 0
+    assert one.rows[0].seconds == 1.2
+
+
+def test_a_store_of_schedules_keeps_rows_with_machine_code(tmp_path, monkeypatch):
+    """A row without it is compiled again where machine code is asked for."""
+    asked = []
+
+    def compile_job(job, timeout_s, until):
+        asked.append(until)
+        return Compiled("oom", until=until)
+
+    monkeypatch.setattr(plan_rows, "compile_job", compile_job)
+    job = SimpleNamespace(digest=lambda more: "digest")
+    made = {until: Store("one", "v5e:2x4", tmp_path, until=until) for until in ("schedule", "code")}
+    for until, each in made.items():
+        each.rows = [replace(row("plan", "fsdp:8", 1.0, 1.0), digest="digest", step={"roofline": 1.0})]
+        found = each.finish(Planned("plan", "fsdp:8", "fsdp:8", "own", 1, None), {}, cast(Any, job))
+        assert found.kind == ("ok" if until == "schedule" else "oom")
+    assert asked == ["code"]

@@ -477,7 +477,7 @@ def test_a_row_of_an_earlier_referee_is_compiled_again(tmp_path, monkeypatch):
     row = Row("plan", "fsdp:16", "fsdp:16", "full", 1, {}, "digest", "ok", step={"cycles": 1.0, "roofline": 1.0})
     job, planned = SimpleNamespace(digest=lambda _: "digest"), Planned("plan", "fsdp:16", "fsdp:16", "full", 1, None)
     fresh = replace(row, step={**row.step, "joined": 1.0})
-    monkeypatch.setattr(plan_rows, "compile_job", lambda *_: None)
+    monkeypatch.setattr(plan_rows, "compile_job", lambda *_, **__: None)
     monkeypatch.setattr(store, "_row", lambda *_: fresh)
     store.rows = [row]
     assert store.finish(planned, {}, cast(Any, job)).step == fresh.step and not store.rows[0].cached
@@ -575,7 +575,7 @@ def test_exposed_seconds_of_a_row_include_copies(tmp_path, monkeypatch):
         step={"joined": 2.0}, exposed={"joined": 0.25}, copies={"joined": 0.5},
         wire_bytes=0.0, memory_bytes=1.0, peak_bytes=1.0, memory_limit=2.0,
     )  # fmt: skip
-    monkeypatch.setattr(plan_rows, "estimate", lambda *_: judged)
+    monkeypatch.setattr(plan_rows, "estimate", lambda *_, **__: judged)
     result = Compiled("ok", versions={}, memory={})
     planned = Planned("plan", "fsdp:16", "fsdp:16", "full", 1, None)
     assert store._row(planned, {}, "digest", result).exposed == {"joined": 0.75}
