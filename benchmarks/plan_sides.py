@@ -129,13 +129,18 @@ def with_compiled(
     return replace(side, compiled=_compiled(row), problem=row.message)
 
 
-def scheduled_seconds(made: Any, target: str, options: Options) -> float:
+def scheduled_seconds(made: Any, store: Store, options: Options) -> float:
     """Seconds of a plan's schedule by the roofline, without machine code; infinite if there is none."""
+    if _not_judged(store.target):
+        return math.inf
     try:
-        found = compile_job(export_plan(bound_or_error(made.bound).executable, options), until="schedule")
+        job = export_plan(bound_or_error(made.bound).executable, options)
+        found = compile_job(job, store.timeout_s, until="schedule")
         if found.kind != "ok":
             return math.inf
-        return estimate(found.text, target, found.coordinates or None, found.memory, has_code=False).step["roofline"]
+        return estimate(found.text, store.target, found.coordinates or None, found.memory, has_code=False).step[
+            "roofline"
+        ]
     except Exception:  # a fault of the export or of the referee in one row must not cost the others
         return math.inf
 

@@ -124,7 +124,7 @@ def _faster_link(side: Side, made: Any, store: Store, name: str) -> Side:
     own = _options(made)
     sets = [each for each in applicable_sets(facts, own) if each.name in LINK_SPEEDS]
     tried = [own, *(with_set(own, each, facts) for each in sets)]
-    best = min(tried, key=lambda options: scheduled_seconds(made, store.target, options)) if sets else own
+    best = min(tried, key=lambda options: scheduled_seconds(made, store, options)) if sets else own
     return with_compiled(side, made, store, name, best)
 
 

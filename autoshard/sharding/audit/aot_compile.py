@@ -151,7 +151,8 @@ def compile_job(
         cache: the folder of the cache. Default: `cache_folder()`.
         dump: a folder to which the compiler dumps the program and its reports. A cached program is not dumped.
         until: `schedule` stops libtpu when the program is scheduled and each buffer has its place. That takes seconds
-            instead of minutes, and the result has no cycles. Other compilers always make code.
+            instead of minutes, and the result has no cycles. A failure of libtpu to make code is then not seen. Other
+            compilers always make code.
     """
     until = until if job.platform == "tpu" else "code"
     key = environment_key() | ({"reports": "device_memory"} if uses_host(job) else {})
@@ -182,9 +183,9 @@ def _build(job: CompileJob, timeout_s: float, folder: Path, dump: Path | None, u
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         job_file, out = Path(scratch) / "job.json", Path(scratch) / "out"
         out.mkdir()
-        needs_dump = uses_host(job) or until == "schedule"
-        if dump is None and needs_dump:
-            dump = Path(scratch) / "dump"
+        needs_dump, asked = uses_host(job) or until == "schedule", dump
+        if until == "schedule" or (dump is None and needs_dump):
+            dump = Path(scratch) / "dump"  # a folder without earlier dumps
         body = asdict(job) | {"program": base64.b64encode(job.program).decode()}
         body |= {"until": until, "dump": str(dump or "")}
         job_file.write_text(json.dumps(body, default=list))
@@ -203,6 +204,8 @@ def _build(job: CompileJob, timeout_s: float, folder: Path, dump: Path | None, u
             return _read(out, cached=False)
         if dump is not None and needs_dump:
             add_device_bytes(out / "result.json", dump)
+        if asked is not None and dump != asked and dump is not None and dump.exists():
+            shutil.copytree(dump, asked, dirs_exist_ok=True)
         with contextlib.suppress(OSError):  # another process has stored the same result
             out.rename(folder)
     return _read(folder, cached=False)

@@ -15,7 +15,7 @@ JOB is JSON, a mapping:
                 order: slice, z, y, x, core of a TPU; host, index of a GPU
     donated     indices of the arguments whose memory the results may use; an exported program does not store them
     options     compiler options, name -> string
-    dump        the folder to which the compiler dumps the program; needed for `schedule`
+    dump        for `schedule`, the folder to which the compiler dumps the program; it is empty before
     until       `code`, the default, for the whole compilation, or `schedule`: a TPU's program is scheduled and its
                 buffers have places, but there is no machine code for it. That takes seconds instead of minutes.
 
@@ -23,9 +23,9 @@ OUT gets `program.hlo.gz` (the scheduled HLO) and `result.json`:
     kind        `ok`, `oom` (the program does not fit the device: a result, not a failure) or `error`
     stage       the stage that failed: `topology`, `lower` or `compile`; empty if none did
     message     the error message; empty if there is none
-    memory      bytes on one device by kind: argument, output, temp, alias, code, peak; on its host with `host_`. None
-                for `schedule`
-    until       the job's
+    memory      bytes on one device by kind: argument, output, temp, alias, code, peak; on its host with `host_`. Empty
+                without machine code
+    until       `schedule` if there is no machine code, else `code`
     needed_bytes, limit_bytes   for an `oom`, the bytes that the program needs and that the device has, as reported
     coordinates for each partition of the program (its position in the mesh) the coordinates of its device: x, y, z,
                 core of a TPU, and slice if there are several; slice, host, index of a GPU; number of a CPU
@@ -46,6 +46,7 @@ import sys
 import threading
 import time
 import tomllib
+import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,9 @@ MEMORY = {
     "peak": "peak_memory_in_bytes",
 }
 SCHEDULED = ".after_optimizations.txt"  # the end of the name of the dump of a scheduled program
-# The dump that libtpu writes when each buffer has its place, after all others and before it makes machine code.
-PLACED = "*.after_optimizations_after_buffer_assignment.txt"
+# The end of the name of the dump that libtpu writes when each buffer has its place: after the schedule and the report
+# of the memory, and before it makes machine code.
+PLACED = ".after_optimizations_after_buffer_assignment.txt"
 POLL_S = 0.05
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -104,18 +106,24 @@ def main(job: Path, out: Path) -> None:
 def _write(out: Path, result: dict[str, Any], text: str) -> None:
     if text:
         (out / "program.hlo.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
-    (out / "result.json").write_text(json.dumps(result) + "\n")
+    # The compiler, which runs on in another thread, may crash at any time. So the file appears as a whole.
+    (out / "result.json.part").write_text(json.dumps(result) + "\n")
+    (out / "result.json.part").rename(out / "result.json")
 
 
 def _watch(dump: Path, out: Path, result: dict[str, Any], writing: threading.Lock) -> None:
     """Wait for the dump of a scheduled program whose buffers have places, write it as the result, and exit."""
     begin = time.perf_counter()
-    while not (placed := list(dump.rglob(PLACED))):
+    while not (placed := list(dump.glob(f"*{PLACED}"))):
         time.sleep(POLL_S)
-    scheduled = next(file for file in placed[0].parent.iterdir() if file.name.endswith(SCHEDULED))
     writing.acquire()  # noqa: SIM115
-    done = {"kind": "ok", "stage": "", "seconds": time.perf_counter() - begin, "memory": {}}
-    _write(out, result | done, scheduled.read_text())
+    try:
+        text = placed[0].with_name(placed[0].name.removesuffix(PLACED) + SCHEDULED).read_text()
+        done = {"kind": "ok", "stage": "", "seconds": time.perf_counter() - begin, "memory": {}}
+        _write(out, result | done, text)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)  # the compiler cannot be interrupted
 
 

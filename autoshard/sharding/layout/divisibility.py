@@ -32,7 +32,7 @@ class Undivided:
         shards: the number of shards that it has.
         wanted_shards: the number of shards that it should have.
         size: its size in elements.
-        block: elements of a block, if the axis counts blocks; else 1.
+        block: elements of a block, if the axis counts blocks or a part of them; else 1.
     """
 
     cls: int
@@ -70,7 +70,8 @@ def undivided(layout: Layout) -> list[Undivided]:
 def block_elements(axes: LogicalAxes) -> dict[int, int]:
     """The elements of a block, by the logical axes that count blocks of some operator's dimension.
 
-    Axes that are a block map to 0. The operator takes them whole.
+    If several axes count blocks together, the "block" of each has all elements of the dimension but those that it
+    counts. Axes that are a block, which the operator takes whole, map to 0.
     """
     if axes not in _blocks:
         found = _blocks[axes] = {}
@@ -78,10 +79,12 @@ def block_elements(axes: LogicalAxes) -> dict[int, int]:
             if (rule := op.rule) is None:
                 continue
             for dim in rule.compound_dims:
-                whole = [name for name in dim if not rule.factor(name).shardable]
-                elements = math.prod(axes.sizes[cls] for name in whole for cls in factors[name])
-                for name in dim if whole else ():
-                    found |= dict.fromkeys(factors[name], 0 if name in whole else elements)
+                whole = {cls for name in dim if not rule.factor(name).shardable for cls in factors[name]}
+                every = [cls for name in dim for cls in factors[name]]
+                elements = math.prod(axes.sizes[cls] for cls in every)
+                for cls in every if whole else ():
+                    block = elements // max(axes.sizes[cls], 1)
+                    found[cls] = 0 if cls in whole or found.get(cls) == 0 else max(block, found.get(cls, 1))
     return _blocks[axes]
 
 
@@ -99,7 +102,8 @@ def undivided_in_storage(layout: Layout) -> list[Undivided]:
         if free and able and v not in layout.fixed and nbytes(aval) >= LARGE_STATE_BYTES:
             d = max(able, key=lambda d: (aval.shape[d] / layout.shard_count(spec[d]), -d))
             (c,), shards = leaves[d], layout.shard_count(spec[d])
-            if aval.shape[d] % (wanted := shards * layout.shard_count(free)):
+            wanted = shards * layout.shard_count(free)
+            if aval.shape[d] % wanted and block_elements(layout.axes).get(c) != 0:
                 found.setdefault(c, Undivided(c, tuple(free), shards, wanted, aval.shape[d]))
     return list(found.values())
 

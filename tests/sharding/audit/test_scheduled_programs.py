@@ -82,15 +82,48 @@ def watch(dump, out, monkeypatch, result):
 
 
 def test_a_dump_is_the_result(tmp_path, monkeypatch):
-    folder = tmp_path / "module_0000.jit_flat"
-    folder.mkdir()
     for name in ("after_optimizations.txt", "after_optimizations_after_buffer_assignment.txt", "before.txt"):
-        (folder / f"module_0000.jit_flat.{name}").write_text(name)
+        (tmp_path / f"module_0000.jit_flat.{name}").write_text(name)
     lock = watch(tmp_path, tmp_path, monkeypatch, {"dropped": ["option"], "until": "schedule", "stage": "compile"})
     assert lock.locked()  # so the thread that compiles does not write another result
     found = json.loads((tmp_path / "result.json").read_text())
     assert (found["kind"], found["stage"], found["memory"], found["dropped"]) == ("ok", "", {}, ["option"])
     assert gzip.decompress((tmp_path / "program.hlo.gz").read_bytes()).decode() == "after_optimizations.txt"
+
+
+def test_a_dump_that_cannot_be_read_ends_the_process(tmp_path, monkeypatch, capsys):
+    """Else the thread that compiles would wait for the lock for ever."""
+    (tmp_path / "module_0000.jit_flat.after_optimizations_after_buffer_assignment.txt").write_text("")
+    watch(tmp_path, tmp_path, monkeypatch, {})
+    assert "FileNotFoundError" in capsys.readouterr().err
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_schedules_and_code_are_cached_apart(tmp_path, monkeypatch):
+    (tmp_path / "child.py").write_text(CHILD.replace("(out /", "(out / 'program.hlo.gz').write_bytes(TEXT)\n(out /"))
+    text = (tmp_path / "child.py").read_text()
+    (tmp_path / "child.py").write_text(text.replace("TEXT", repr(gzip.compress(b"HloModule"))))
+    monkeypatch.setattr(aot_compile, "CHILD", tmp_path / "child.py")
+    job = job_for("v5e:2x2")
+    found = [aot_compile.compile_job(job, cache=tmp_path / "cache", until=until) for until in ("schedule", "code") * 2]
+    assert [(each.until, each.cached) for each in found] == [
+        ("schedule", False), ("code", False), ("schedule", True), ("code", True),
+    ]  # fmt: skip
+
+
+def test_an_earlier_dump_is_no_result(tmp_path, monkeypatch):
+    """The compiler writes to an empty folder. The dump is copied to the given one."""
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setattr(aot_compile, "CHILD", tmp_path / "child.py")
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "dump" / "b.memory-usage-report.txt").write_text(
+        "Memory Space: default (color=0)\nTotal bytes: 99 ()\n"
+    )
+    found = aot_compile.compile_job(
+        job_for("v5e:2x2"), cache=tmp_path / "cache", dump=tmp_path / "dump", until="schedule"
+    )
+    assert found.peak_bytes == 7
+    assert len(list((tmp_path / "dump").iterdir())) == 2
 
 
 def test_a_program_that_does_not_fit_is_a_failure_as_before(tmp_path, monkeypatch):

@@ -131,3 +131,23 @@ def test_a_sequence_is_padded_by_whole_blocks_of_a_kernel(cp: int):
     assert (padding.axis, padding.size, padding.ways) == ("seq", 1024, cp)
     assert padding.padded == 128 * 9
     assert any(f"seq 1024 (8 blocks of 128) is not divisible by cp {cp}" in note for note in unpadded.notes)
+
+
+def test_an_axis_beside_a_kernel_is_padded_by_elements():
+    step = workload_step(WORK.with_(vocab=50257))
+    (padding,) = plan(*step, target="v5e:2x4", plan="tp:8", donate_argnums=0).padding
+    assert (padding.axis, padding.size, padding.padded) == ("vocab", 50257, 50264)
+
+
+@pytest.mark.filterwarnings("ignore::autoshard.errors.AutoshardWarning")  # devices repeat work
+def test_axes_that_count_blocks_together_are_as_large_as_the_sequence():
+    """Another operator splits the sequence into two halves, so two logical axes count the blocks of the kernel."""
+    step, state, batch = workload_step(WORK.with_(batch_size=27))
+
+    def halves(state, batch):
+        state, metrics = step(state, batch)
+        return state, metrics, jnp.sum(jnp.tanh(batch["mask"].reshape(27, 2, 512)), 1)
+
+    made = plan(halves, state, batch, target="v6e:3x3", plan="dp:3 cp:3", donate_argnums=0)
+    texts = [note for note in made.notes if "not divisible by cp 3" in note]
+    assert texts and all("seq 1024 (2 blocks of 512)" in t or "1024 (4 blocks of 256)" in t for t in texts)

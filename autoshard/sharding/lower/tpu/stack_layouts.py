@@ -8,9 +8,9 @@ XLA:TPU chooses the layout of such a stack: the order of its dimensions in memor
 - A stack in host memory can get a layout in which the positions of the sequence are the minor dimension. Then both
   loops copy each slice to another layout, and the copy in the forward loop makes the transfer start late.
 
-So slices are constrained to the layout in which the layers compute. That is the row-major layout, or for values with
-attention heads, the layout with the heads in front of the positions, which the attention kernels take. Slices in host
-memory are constrained in both loops, and kept slices in the backward loop.
+So slices are constrained to the layout in which the layers compute. That is the row-major layout, or for values whose
+attention heads are a dimension of their own, the layout with the heads in front of the positions, which the attention
+kernels take. Slices in host memory are constrained in both loops, and kept slices in the backward loop.
 
 Compiled for v6e:2x4 up to the assignment of buffers (libtpu 0.0.42.1), Llama-3 8B under `fsdp:8`, 32 rows of 8192, with
 `host:residual keep:mlp_in`, needs 78.2 GiB. Without the constraint it needs 100.7 GiB, and copies two stacks of 28 GiB.
@@ -95,7 +95,7 @@ def _stacked_on_host(program: Program) -> list[int]:
     for op in program.ops():
         if op.name == "scan":
             _, n_carry = _compat.scan_arity(op.eqn.params)
-            stacked = {*op.blocks[0].outputs[n_carry:]}
+            stacked = {v for v in op.blocks[0].outputs[n_carry:] if v >= 0 and _compat.is_on_host(program.avals[v])}
             for each in filter(is_host_transfer, inlined(op.blocks[0])):
                 found += [v for v, moved in zip(each.operands, each.results, strict=True) if moved in stacked]
     return found
@@ -107,13 +107,17 @@ def _order_kept(layout: Layout, value: int) -> Sequence[int]:
 
 
 def _order_on_host(layout: Layout, value: int) -> Sequence[int]:
-    """The order of the dimensions of a value in host memory, major to minor; empty for none."""
-    shape, has_heads = layout.axes.program.avals[value].shape, _has_heads(layout, value)
-    minor = shape[-1] // layout.shard_count(layout.spec(value)[-1]) if shape else 0
-    if minor % TPU_LANES or (len(shape) > 3 and not any(has_heads)):
+    """The order of the dimensions of a value in host memory, major to minor; empty for none.
+
+    The last dimension stays the minor one. The first, which has the rows of the batch, stays the major one.
+    """
+    shape = layout.axes.program.avals[value].shape
+    if not shape or shape[-1] // layout.shard_count(layout.spec(value)[-1]) % TPU_LANES:
         return ()
-    batch = 0 if any(has_heads) and not has_heads[0] else -1
-    return sorted(range(len(shape)), key=lambda d: (d != batch, not has_heads[d], d))
+    has_heads = [*_has_heads(layout, value)[:-1], False]  # heads and their features can be one dimension
+    if len(shape) > 3 and not any(has_heads):
+        return ()
+    return sorted(range(len(shape)), key=lambda d: (d != 0, not has_heads[d], d))
 
 
 def _has_heads(layout: Layout, value: int) -> list[bool]:

@@ -9,8 +9,8 @@ compiled with libtpu 0.0.42.1 (`benchmarks/host_link.py`):
     v5p    12.5         60.5   14.4
     v6e     9.3         46.1   28.8
 
-On v5e and tpu7x, fetches start at the beginning of the iteration, whatever the value. `verify` tries both sets. None is
-a default, because each is the best for some programs. Seconds per step on v6e, scheduled for the plans of
+On v5e and tpu7x, fetches start at the beginning of the iteration, whatever the value. `verify` tries both sets.
+Neither is a default, because each is the best for some programs. Seconds per step on v6e, scheduled for the plans of
 `benchmarks/recipes.py`, by the roofline:
 
     program                                                  default   host-link   slow-host-link
@@ -34,7 +34,7 @@ from collections.abc import Mapping
 
 from autoshard.sharding.machines.options.option_table import LINK_SPEED, Options
 
-# Option set -> its options, for v6e. Half and a third of what the scheduler expects at 1: 23 and 14 GB/s.
+# Option set -> its options, for v6e. Half and three tenths of what it expects at 1: 23 and 14 GB/s.
 # Values around them (0.4, 0.62, 0.75, 0.85) were not better for the programs of the second table. v4 and v5p have no
 # such set: what the scheduler expects by default is within 30 % of the planner's figure, which is only a rated one.
 LINK_SPEEDS: Mapping[str, Options] = {"host-link": {LINK_SPEED: "0.5"}, "slow-host-link": {LINK_SPEED: "0.3"}}

@@ -114,6 +114,22 @@ def test_heads_are_in_front_of_positions_in_host_memory():
     assert sorted(given) == [(shard, (0, 2, 1, 3))] * 2 + [((2, 8, 256), (0, 1, 2))]  # and the kept input of the layers
 
 
+def merged_heads(h, w):
+    """Like `wide_attention`, but the queries are named before they are split into heads."""
+    h = checkpoint_name(h, "input")
+    q = checkpoint_name(h @ w, "heads").reshape(*h.shape[:2], 8, 128)
+    scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, q))
+    out = jnp.einsum("bhqk,bkhd->bqhd", scores, q).reshape(*h.shape[:2], 8 * 128)
+    return h + out @ w.T, None
+
+
+@pytest.mark.parametrize("words", ["dp:8", "dp:2 cp:4", "fsdp:4 tp:2"])
+def test_heads_in_the_last_dimension_stay_there(words):
+    """Otherwise the positions would be the minor dimension, and fill few lanes."""
+    given = [order for shape, order in wide(["heads"], merged_heads, (ROWS, 8, 256), words=words) if shape[-1] > 256]
+    assert given == [(0, 1, 2)] * 2
+
+
 @pytest.mark.parametrize(
     ("host", "layer", "shape", "target"),
     [
