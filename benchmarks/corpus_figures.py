@@ -128,7 +128,7 @@ def show(stores: Sequence[Store]) -> None:
     for column in ("program", "chosen", "ms", "predicted", "expert", "ms", "ratio", "planning s"):
         table.add_column(column)
     for store in stores:
-        chosen, expert = chosen_row(store), best_expert(store)
+        chosen, expert = chosen_row(store), best_expert(store) or best_expert(store, "roofline")
         predicted = f"{chosen.predicted['step'] * 1e3:.1f}" if chosen else "-"
         cells = [store.notes.get("chosen", store.notes.get("planner", "")), _times(chosen), predicted]
         expert_cells = [expert.style, _times(expert)] if expert else ["-", "-"]
