@@ -24,10 +24,9 @@ from typing import Any
 import common  # sets up the path and the devices first
 import jax
 import jax.numpy as jnp
-from estimate import estimate
 from hlo import Computation, Instruction, Module, bits_of, read
 from hlo_cost import is_free
-from judged_steps import exported
+from judged_steps import estimated, exported
 from stored_rows import Case, run_cases
 
 from autoshard import plan
@@ -229,7 +228,7 @@ def compiled(target: str, case: str, length: int) -> Row:
     result = compile_job(exported(made, target), TIMEOUT_S)
     if result.kind != "ok":
         return Row(target, case, length, f"{result.kind} {result.message[:80]}", (), (), ())
-    judged = estimate(result.text, target, result.coordinates or None, result.memory)
+    judged = estimated(result, target)
     found = compiled_bytes(read(result.text), elements // DEVICES)
     return _row(target, case, length, made, elements, found, round(judged.step["joined"] * 1e3, 3))
 

@@ -20,8 +20,7 @@ from datetime import UTC, datetime
 import common  # sets up the path and the devices first
 import jax
 import jax.numpy as jnp
-from estimate import estimate
-from judged_steps import exported
+from judged_steps import estimated, exported
 from rich.console import Console
 from rich.table import Table
 
@@ -95,7 +94,7 @@ def compiled(case: Convolution, target: str) -> dict[str, float | str]:
         "estimate_us": made.estimate.step_time_us,
     }
     if result.kind == "ok":
-        judged = estimate(result.text, target, result.coordinates or None, result.memory)
+        judged = estimated(result, target)
         row["convolution_us"] = sum(each.seconds["cycles"] for each in judged.rows if each.flops) * 1e6
         row["program_us"] = judged.step["cycles"] * 1e6
     return row

@@ -29,9 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import RESULTS, Console, Table
-from estimate import estimate
 from flax import nnx
-from judged_steps import compiled
+from judged_steps import compiled, estimated
 
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardWarning
@@ -137,7 +136,7 @@ def row_of(name: str, target: str) -> Row:
     weights, state, _ = made.in_shardings()
     shapes, of_state = steps.decode_shapes()
     result = compiled(made, target)
-    judged = estimate(result.text, target, result.coordinates or None, result.memory) if result.kind == "ok" else None
+    judged = estimated(result, target) if result.kind == "ok" else None
     return Row(
         case=name,
         target=target,

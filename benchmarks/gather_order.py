@@ -23,11 +23,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common import RESULTS, Console, Table
-from estimate import estimate
 from gathered_buffers import gathered_buffers
 from gathered_buffers import peak as live_peak
 from hlo import read
-from judged_steps import exported
+from judged_steps import estimated, exported
 
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
@@ -88,7 +87,7 @@ def row_of(target: str, layers: int, batch: int, words: str, remat: str, gather:
     gathered = None
     if result.kind == "ok":
         gathered = None if scan else live_peak(gathered_buffers(read(result.text)))
-        step = estimate(result.text, target, result.coordinates or None, result.memory).step
+        step = estimated(result, target).step
     # A layer's largest matrix, in bfloat16. The embedding is looked up, not gathered.
     largest = (
         max(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from estimate import estimate
+from estimate_result import Estimate
 
 from autoshard.sharding.audit import Compiled, CompileJob, compile_job, export_plan
 from autoshard.sharding.machines.targets import find_target
@@ -45,12 +46,18 @@ def compiled(made: Any, target: str) -> Compiled:
     return compile_job(exported(made, target), TIMEOUT_S)
 
 
+def estimated(result: Compiled, target: str) -> Estimate:
+    """Return the referee's estimate of a compiled or scheduled program."""
+    places, has_code = result.coordinates or None, result.until == "code"
+    return estimate(result.text, target, places, result.memory, has_code=has_code)
+
+
 def judged(made: Any, target: str, result: Compiled | None = None) -> dict[str, Any]:
     """Compile a plan for its target, unless `result` is given; return the fields of a `JudgedStep`."""
     result = compiled(made, target) if result is None else result
     found: Any = {}
     if result.kind == "ok":
-        found = estimate(result.text, target, result.coordinates or None, result.memory).step
+        found = estimated(result, target).step
     of_program = {"kind": result.kind, "temp_bytes": result.memory.get("temp")}
     return of_program | {name: found.get(name) for name in ("cycles", "roofline")} | predicted(made)
 

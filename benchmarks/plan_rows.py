@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS
-from estimate import estimate, measures
-from estimate_result import Estimate
+from estimate import measures
+from judged_steps import estimated
 
 from autoshard.sharding.audit import CompileJob, compile_job
 from autoshard.sharding.audit.aot_compile import Compiled, Until
@@ -186,9 +186,7 @@ class Store:
         job: dict[str, Any] = _plan_fields(planned) | {"options": dict(options), "digest": digest, "kind": result.kind}
         figures: dict[str, Any] = {}
         if result.kind == "ok":
-            step: Estimate = estimate(
-                result.text, self.target, result.coordinates or None, result.memory, has_code=result.until == "code"
-            )
+            step = estimated(result, self.target)
             exposed = {name: step.exposed[name] + step.copies[name] for name in step.step}
             figures = {"step": step.step, "exposed": exposed, "copies": step.copies, "wire_bytes": step.wire_bytes}
             figures |= {"memory_bytes": step.memory_bytes, "peak_bytes": step.peak_bytes}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
 from estimate import CHIPS as JUDGED
-from estimate import estimate
+from judged_steps import estimated
 from plan_rows import Planned, Row, Store
 from recipe_file import Options
 
@@ -106,11 +106,19 @@ def moved_by_compiler() -> Iterator[None]:
 
 
 def with_compiled(
-    side: Side, made: Any, store: Store, name: str, options: Options | None, *, compiler_moves: bool = False
+    side: Side,
+    made: Any,
+    store: Store,
+    name: str,
+    options: Options | None,
+    *,
+    alternatives: Sequence[Options] = (),
+    compiler_moves: bool = False,
 ) -> Side:
     """Compile a plan under these options, by default its own, and let the referee judge it.
 
-    With `compiler_moves`, the compiler chooses when loops move slices of stacks in host memory.
+    With `alternatives`, the plan is scheduled under `options` and under each of them, and compiled under those with the
+    fastest schedule. With `compiler_moves`, the compiler chooses when loops move slices of stacks in host memory.
     """
     if made is None:
         return side
@@ -121,6 +129,8 @@ def with_compiled(
     predicted = {"step": side.predicted["seconds"], "memory_bytes": side.predicted["memory_bytes"]}
     planned = Planned(name, side.words, side.words, side.remat, side.microbatches, None, predicted)
     try:
+        if alternatives:
+            used = min((used, *alternatives), key=lambda each: _scheduled_seconds(made, store, each))
         with moved_by_compiler() if compiler_moves else contextlib.nullcontext():
             exported = export_plan(bound_or_error(made.bound).executable, used)
         row = store.finish(planned, used, exported)
@@ -129,20 +139,11 @@ def with_compiled(
     return replace(side, compiled=_compiled(row), problem=row.message)
 
 
-def scheduled_seconds(made: Any, store: Store, options: Options) -> float:
-    """Seconds of a plan's schedule by the roofline, without machine code; infinite if there is none."""
-    if _not_judged(store.target):
-        return math.inf
-    try:
-        job = export_plan(bound_or_error(made.bound).executable, options)
-        found = compile_job(job, store.timeout_s, until="schedule")
-        if found.kind != "ok":
-            return math.inf
-        return estimate(found.text, store.target, found.coordinates or None, found.memory, has_code=False).step[
-            "roofline"
-        ]
-    except Exception:  # a fault of the export or of the referee in one row must not cost the others
-        return math.inf
+def _scheduled_seconds(made: Any, store: Store, options: Options) -> float:
+    """Seconds of a plan's schedule by the roofline; infinite if the compiler does not schedule the plan."""
+    job = export_plan(bound_or_error(made.bound).executable, options)
+    found = compile_job(job, store.timeout_s, until="schedule")
+    return estimated(found, store.target).step["roofline"] if found.kind == "ok" else math.inf
 
 
 def _not_judged(target: str) -> str:

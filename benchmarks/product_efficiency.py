@@ -27,8 +27,7 @@ from typing import Any
 import common  # sets up the path and the devices first
 import jax
 import jax.numpy as jnp
-from estimate import estimate
-from judged_steps import exported
+from judged_steps import estimated, exported
 from stored_rows import run_cases, stored
 
 from autoshard import plan
@@ -99,7 +98,7 @@ def compiled(target: str, block: str, size: tuple[int, int], weights: str) -> Ro
     made = plan(gradients(block), [arrays] * LAYERS, x, target=target, plan=f"dp:{DEVICES}")
     result = compile_job(exported(made, target), TIMEOUT_S)
     assert result.kind == "ok", result.message
-    step = estimate(result.text, target, result.coordinates or None, result.memory)
+    step = estimated(result, target)
     kernels = [row for row in step.rows if row.what == "compute" and row.flops > 0]
     least = sum(row.flops for row in kernels) / find_target(target).chip.flops
     return Row(target, block, width, rows, weights, round(least / sum(row.seconds["joined"] for row in kernels), 4))

@@ -11,7 +11,7 @@ from unittest import mock
 
 import common
 from plan_rows import Store
-from plan_sides import Side, scheduled_seconds, side_of, unless_impossible, with_compiled
+from plan_sides import Side, side_of, unless_impossible, with_compiled
 from recipe_file import Entry
 from recipe_settings import Settings, UnavailableError, settings_of
 
@@ -104,32 +104,25 @@ def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Pa
             without = without_reported(chip, options)
             head["recipe_without"] = with_compiled(own, own_made, store, "recipe without", without, compiler_moves=True)
         own = with_compiled(own, own_made, store, "recipe", options, compiler_moves=True)
-        best = _faster_link(best, best_made, store, "plan")
+        best = with_compiled(best, best_made, store, "plan", None, alternatives=_link_options(best_made))
         if best_with is not None:
-            best_with = _faster_link(best_with, made_with, store, "plan with")
+            links = _link_options(made_with)
+            best_with = with_compiled(best_with, made_with, store, "plan with", None, alternatives=links)
     head |= {"remat": dict(settings.remat.actions), "notes": settings.notes}
     head["reported"] = tuple(f"{name} ({report})" for name, report in found)
     head["same_precision"] = settings.same_precision
     return Result(**head, status="ok", recipe=own, best=best, best_with=best_with)
 
 
-def _faster_link(side: Side, made: Any, store: Store, name: str) -> Side:
-    """Compile our plan. If it moves values to the host, compile it under the best option set for the host's link.
+def _link_options(made: Any) -> list[Options]:
+    """The options of our plan with each option set for the host's link; empty if it moves no values to the host.
 
-    The best set has the fastest schedule. It may be none. `verify` tries these sets, and more.
+    `verify` tries these sets, and more.
     """
-    facts = program_facts(made) if made is not None else None
-    if facts is None:
-        return with_compiled(side, made, store, name, None)
-    own = _options(made)
-    sets = [each for each in applicable_sets(facts, own) if each.name in LINK_SPEEDS]
-    tried = [own, *(with_set(own, each, facts) for each in sets)]
-    best = min(tried, key=lambda options: scheduled_seconds(made, store, options)) if sets else own
-    return with_compiled(side, made, store, name, best)
-
-
-def _options(made: Any) -> Options:
-    return made.compiler_options.get("tpu", {})
+    if made is None or (facts := program_facts(made)) is None:
+        return []
+    own: Options = made.compiler_options.get("tpu", {})
+    return [with_set(own, each, facts) for each in applicable_sets(facts, own) if each.name in LINK_SPEEDS]
 
 
 def own_plan(settings: Settings) -> tuple[Side, Any]:

@@ -26,8 +26,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from common import RESULTS
-from estimate import estimate
 from estimate_result import Traffic
+from judged_steps import estimated
 from stored_rows import Case, run_cases
 
 from autoshard import plan
@@ -137,7 +137,7 @@ def compiled(target: str, words: str, options: str, *sizes: int) -> Row:
     result = compile_job(export_plan(bound_or_error(made.bound).executable, given))
     if result.kind != "ok":
         return Row(target, words, options, f"{result.kind} {result.message[:80]}", {}, 0.0, sizes or SIZES)
-    found = estimate(result.text, target, result.coordinates or None, result.memory).traffic
+    found = estimated(result, target).traffic
     reductions = [each for each in found if each.collective.kind in KINDS]
     exposed = sum(each.exposed.get("cycles", each.exposed["roofline"]) for each in reductions)
     return Row(target, words, options, "ok", parts_of(found), round(exposed * 1e3, 2), sizes or SIZES)

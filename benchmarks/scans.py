@@ -22,8 +22,7 @@ from typing import Any
 
 import common  # sets up the path and the devices first
 import jax
-from estimate import estimate
-from judged_steps import exported
+from judged_steps import estimated, exported
 from rich.console import Console
 from rich.table import Table
 
@@ -67,7 +66,7 @@ def compiled(made: Plan, target: str) -> dict[str, float | str]:
     result = compile_job(exported(made, target), TIMEOUT_S)
     row: dict[str, float | str] = {"kind": result.kind}
     if result.kind == "ok":
-        judged = estimate(result.text, target, result.coordinates or None, result.memory)
+        judged = estimated(result, target)
         row |= {"compute_ms": judged.compute["joined"] * 1e3, "step_ms": judged.step["joined"] * 1e3}
     return row
 

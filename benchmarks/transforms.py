@@ -18,8 +18,7 @@ from datetime import UTC, datetime
 import common  # sets up the path and the devices first
 import jax
 import jax.numpy as jnp
-from estimate import estimate
-from judged_steps import exported
+from judged_steps import estimated, exported
 from rich.console import Console
 from rich.table import Table
 
@@ -65,7 +64,7 @@ def compiled(kind: str, length: int, target: str) -> dict[str, float | str]:
     result = compile_job(exported(made, target), TIMEOUT_S)
     row: dict[str, float | str] = {"kind": result.kind, "estimate_ms": made.estimate.compute_us / 1e3}
     if result.kind == "ok":
-        judged = estimate(result.text, target, result.coordinates or None, result.memory)
+        judged = estimated(result, target)
         row["compiled_ms"] = judged.step["joined"] * 1e3
         row["operations"] = sum(each.flops for each in judged.rows) / ELEMENTS
     return row

@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax
 import optax
 import plan_rows
+import plan_sides
 import pytest
 import recipe_rows
 import recipe_settings
@@ -382,7 +383,7 @@ def test_options_with_reports_of_wrong_numbers_are_compiled_with_and_without(tmp
     (one,) = read_recipes(written(tmp_path, text))
     used, by_compiler = {}, set()
 
-    def compile_under(side, made, store, name, options, compiler_moves=False):
+    def compile_under(side, made, store, name, options, alternatives=(), compiler_moves=False):
         used[name] = options
         by_compiler.update((name,) if compiler_moves else ())
         return side
@@ -405,23 +406,45 @@ def test_options_with_reports_of_wrong_numbers_are_compiled_with_and_without(tmp
     ("seconds", "chosen"),
     [((3.0, 2.0, 2.5), "0.5"), ((3.0, 4.0, 2.5), "0.3"), ((3.0, 4.0, 3.5), None), ((3.0, math.inf, math.inf), None)],
 )
-def test_our_plan_has_the_fastest_scheduling_of_transfers(monkeypatch, seconds, chosen):
+def test_our_plan_has_the_fastest_schedule_of_transfers(monkeypatch, seconds, chosen):
     by_speed = dict(zip((None, *(o[LINK_SPEED] for o in LINK_SPEEDS.values())), seconds, strict=True))
-    used: list[Any] = []
-    monkeypatch.setattr(
-        recipe_rows, "scheduled_seconds", lambda made, target, options: by_speed[options.get(LINK_SPEED)]
-    )
-    monkeypatch.setattr(recipe_rows, "with_compiled", lambda side, made, store, name, options: used.append(options))
+    scheduled, compiled = [], []
+
+    def schedule(options, timeout_s, until):
+        scheduled.append((options.get(LINK_SPEED), until))
+        return options
+
+    def judge(options, target):
+        return SimpleNamespace(step={"roofline": by_speed[options.get(LINK_SPEED)]})
+
+    class Options(dict):
+        kind = "ok"  # in place of a job and of its result
+
+    monkeypatch.setattr(plan_sides, "bound_or_error", lambda bound: SimpleNamespace(executable=None))
+    monkeypatch.setattr(plan_sides, "export_plan", lambda executable, options: Options(options))
+    monkeypatch.setattr(plan_sides, "compile_job", schedule)
+    monkeypatch.setattr(plan_sides, "estimated", judge)
+    monkeypatch.setattr(plan_sides, "_compiled", lambda row: {})
     facts = ProgramFacts("v6e", host_traffic_bytes=1e9)
     monkeypatch.setattr(recipe_rows, "program_facts", lambda made: facts)
-    made = SimpleNamespace(compiler_options={"tpu": default_options("v6e")})
-    store = cast(Any, SimpleNamespace(target="v6e:2x4"))
+    made = SimpleNamespace(compiler_options={"tpu": default_options("v6e")}, bound=None)
+    side = Side(words="fsdp:8", predicted={"seconds": 1.0, "memory_bytes": 1.0})
 
-    recipe_rows._faster_link(Side(words="fsdp:8"), made, store, "plan")
-    assert used.pop().get(LINK_SPEED) == chosen
+    def finish(planned, options, job):
+        compiled.append(job.get(LINK_SPEED))
+        return SimpleNamespace(message="")
+
+    store = cast(Any, SimpleNamespace(target="v6e:2x4", timeout_s=1.0, finish=finish))
+
+    def run():
+        links = recipe_rows._link_options(made)
+        assert not plan_sides.with_compiled(side, made, store, "plan", None, alternatives=links).problem
+
+    run()
+    assert scheduled == [(speed, "schedule") for speed in by_speed] and compiled == [chosen]
     monkeypatch.setattr(recipe_rows, "program_facts", lambda made: replace(facts, host_traffic_bytes=0.0))
-    recipe_rows._faster_link(Side(words="fsdp:8"), made, store, "plan")
-    assert LINK_SPEED not in used.pop()
+    run()
+    assert len(scheduled) == 3 and compiled == [chosen, None]
 
 
 def test_option_sets_with_reports_are_on_in_our_plan_if_a_recipe_has_them(tmp_path):
@@ -575,7 +598,7 @@ def test_exposed_seconds_of_a_row_include_copies(tmp_path, monkeypatch):
         step={"joined": 2.0}, exposed={"joined": 0.25}, copies={"joined": 0.5},
         wire_bytes=0.0, memory_bytes=1.0, peak_bytes=1.0, memory_limit=2.0,
     )  # fmt: skip
-    monkeypatch.setattr(plan_rows, "estimate", lambda *_, **__: judged)
+    monkeypatch.setattr(plan_rows, "estimated", lambda *_: judged)
     result = Compiled("ok", versions={}, memory={})
     planned = Planned("plan", "fsdp:16", "fsdp:16", "full", 1, None)
     assert store._row(planned, {}, "digest", result).exposed == {"joined": 0.75}

@@ -59,8 +59,8 @@ def dispatch_masks(cfg: MoEConfig, gates: jax.Array, chosen: jax.Array) -> tuple
 def gated_outputs(unit: Unit, products: tuple[jax.Array, ...], gates: jax.Array, down: jax.Array) -> jax.Array:
     """Multiply the hidden units of all slots by `down`, and the results by the gates of the slots.
 
-    The gradient of the gates is a sum over hidden units. So the backward pass does not need the experts' outputs. This
-    form is faster if the layers would recompute the outputs, and slower if they keep them
+    The gradient of the gates is a sum over hidden units, so the backward pass does not need the experts' outputs. This
+    form is faster if the layers would recompute these outputs, and slower if they keep them
     (`benchmarks/expert_gates.py`).
 
     Args:

@@ -183,29 +183,29 @@ def _build(job: CompileJob, timeout_s: float, folder: Path, dump: Path | None, u
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         job_file, out = Path(scratch) / "job.json", Path(scratch) / "out"
         out.mkdir()
-        needs_dump, asked = uses_host(job) or until == "schedule", dump
-        if until == "schedule" or (dump is None and needs_dump):
-            dump = Path(scratch) / "dump"  # a folder without earlier dumps
+        needs_report = uses_host(job) or until == "schedule"
+        dumped = Path(scratch) / "dump" if needs_report or dump else None  # a folder without earlier dumps
         body = asdict(job) | {"program": base64.b64encode(job.program).decode()}
-        body |= {"until": until, "dump": str(dump or "")}
+        body |= {"until": until, "dump": str(dumped or "")}
         job_file.write_text(json.dumps(body, default=list))
         try:
             done = subprocess.run(  # -P: do not import modules from the child's folder
-                [sys.executable, "-P", str(CHILD), str(job_file), str(out)], env=_environment(dump),
+                [sys.executable, "-P", str(CHILD), str(job_file), str(out)], env=_environment(dumped),
                 capture_output=True, text=True, errors="replace", timeout=min(timeout_s, MAX_TIMEOUT_S), check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return Compiled("timeout", f"the compiler was stopped after {timeout_s:g} s", seconds=timeout_s)
+        finally:
+            if dump and dumped and dumped.exists():
+                shutil.copytree(dumped, dump, dirs_exist_ok=True)
         if not (out / "result.json").exists():
             last = "\n".join(done.stderr.strip().splitlines()[-SHOWN_CRASH_LINES:])
             return Compiled("crash", f"the compiler ended with exit code {done.returncode}: {last or 'no message'}")
         (out / "stderr.txt").write_text(done.stderr)
         if json.loads((out / "result.json").read_text())["kind"] == "error":
             return _read(out, cached=False)
-        if dump is not None and needs_dump:
-            add_device_bytes(out / "result.json", dump)
-        if asked is not None and dump != asked and dump is not None and dump.exists():
-            shutil.copytree(dump, asked, dirs_exist_ok=True)
+        if dumped and needs_report:
+            add_device_bytes(out / "result.json", dumped)
         with contextlib.suppress(OSError):  # another process has stored the same result
             out.rename(folder)
     return _read(folder, cached=False)

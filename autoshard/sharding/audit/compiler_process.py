@@ -85,7 +85,7 @@ SCHEDULED = ".after_optimizations.txt"  # the end of the name of the dump of a s
 # The end of the name of the dump that libtpu writes when each buffer has its place: after the schedule and the report
 # of the memory, and before it makes machine code.
 PLACED = ".after_optimizations_after_buffer_assignment.txt"
-POLL_S = 0.05
+POLL_S = 0.05  # chosen: seconds between two looks for the dump, few beside those of the shortest compilation
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -95,36 +95,44 @@ def main(job: Path, out: Path) -> None:
     set_environment(contents)
     result: dict[str, Any] = {"versions": versions(), "message": "", "dropped": [], "added": [], "stage": "topology"}
     result["until"] = contents.get("until", "code")
-    writing = threading.Lock()  # the thread that has the result first takes it, and does not release it
     if result["until"] == "schedule":
-        threading.Thread(target=_watch, args=(Path(contents["dump"]), out, result, writing), daemon=True).start()
-    text = _compile(contents, result)
-    writing.acquire()  # noqa: SIM115
-    _write(out, result, text)
+        _until_scheduled(contents, result, out)
+    else:
+        _write(out, result, _compile(contents, result))
 
 
 def _write(out: Path, result: dict[str, Any], text: str) -> None:
     if text:
         (out / "program.hlo.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
-    # The compiler, which runs on in another thread, may crash at any time. So the file appears as a whole.
+    # With `schedule`, the compiler still runs and may crash. The parent process must not find half of this file.
     (out / "result.json.part").write_text(json.dumps(result) + "\n")
     (out / "result.json.part").rename(out / "result.json")
 
 
-def _watch(dump: Path, out: Path, result: dict[str, Any], writing: threading.Lock) -> None:
-    """Wait for the dump of a scheduled program whose buffers have places, write it as the result, and exit."""
-    begin = time.perf_counter()
-    while not (placed := list(dump.glob(f"*{PLACED}"))):
-        time.sleep(POLL_S)
-    writing.acquire()  # noqa: SIM115
+def _until_scheduled(job: dict[str, Any], result: dict[str, Any], out: Path) -> None:
+    """Compile the job in another thread, write the first result that there is, and end the process.
+
+    The first result is the dump of the scheduled program, or the compiler's result if it fails or finishes before. The
+    process has to end because the compiler cannot be interrupted.
+    """
+    texts: list[str] = []
+    compiler = threading.Thread(target=lambda: texts.append(_compile(job, result)), daemon=True)
+    begin, code = time.perf_counter(), 1
+    compiler.start()
     try:
-        text = placed[0].with_name(placed[0].name.removesuffix(PLACED) + SCHEDULED).read_text()
-        done = {"kind": "ok", "stage": "", "seconds": time.perf_counter() - begin, "memory": {}}
-        _write(out, result | done, text)
-    except BaseException:
+        while compiler.is_alive() and not (placed := list(Path(job["dump"]).glob(f"*{PLACED}"))):
+            compiler.join(POLL_S)
+        if compiler.is_alive():
+            scheduled = placed[0].with_name(placed[0].name.removesuffix(PLACED) + SCHEDULED)
+            done = {"kind": "ok", "stage": "", "seconds": time.perf_counter() - begin, "memory": {}}
+            _write(out, result | done, scheduled.read_text())
+        else:
+            _write(out, result, texts[0])
+        code = 0
+    except Exception:  # `os._exit` would print nothing. Without a text, the other thread has printed its own error.
         traceback.print_exc()
-        os._exit(1)
-    os._exit(0)  # the compiler cannot be interrupted
+    finally:
+        os._exit(code)
 
 
 def set_environment(job: dict[str, Any]) -> None:

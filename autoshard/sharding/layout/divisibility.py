@@ -1,8 +1,8 @@
 """Logical axes whose sizes are not divisible by their mesh axes.
 
-Some operators take a dimension in blocks. For example, splash attention takes shards of whole blocks of 128 positions.
-Then one logical axis counts the blocks, and another is a block. Only the first can be padded. Sizes are reported in
-elements.
+Some operators need shards that consist of whole blocks. For example, splash attention needs blocks of 128 positions.
+Such a dimension has two logical axes: one for the number of blocks, and one for the positions in a block. Only the
+number of blocks can be padded. Sizes are reported in elements.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ EXPOSED_FETCHES = frozenset({"tpu7x"})
 # (`chips.host_limit_bytes`).
 HOST_MEMORY_SHARE = 0.9
 
-# Platform -> the most bytes of host memory that its compiler lets one device use. More memory in the host does not
-# raise the limit. Source: for v4, v5e, v5p, v6e and tpu7x, libtpu 0.0.42.1 refuses programs that use more in total
-# ("Used 130.62G of 128.00G host"; `tests/sharding/audit/test_compilers.py`). Which plans with offload fit depends on it
-# (`chips.host_limit_bytes`).
+# Platform -> the largest number of bytes of host memory that its compiler allows for one device. The limit is the same
+# for hosts with more memory. Source: for v4, v5e, v5p, v6e and tpu7x, libtpu 0.0.42.1 refuses programs that use more in
+# total ("Used 130.62G of 128.00G host"; `tests/sharding/audit/test_compilers.py`). Which plans with offload fit depends
+# on it (`chips.host_limit_bytes`).
 COMPILERS_HOST_BYTES = {"tpu": 2**37}
 
 # Elements along one side of the tiles in which a GPU computes products. Source: chosen, not measured. `cost.step_time`

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -64,39 +65,82 @@ def test_only_programs_of_tpus_are_stopped(tmp_path, monkeypatch, target, until)
     assert found.peak_bytes == (7 if until == "schedule" else 2)
 
 
-class Exited(BaseException):
+class ExitedError(Exception):
     """In place of the end of the process."""
 
 
-def watch(dump, out, monkeypatch, result):
-    """Run the thread that waits for a dump, until it ends the process."""
+def run_child(tmp_path, monkeypatch, compiler):
+    """Run the child with this function as the compiler; return its exit code and its result, None if it has none."""
+    codes = []
 
     def leave(code: int):
-        raise Exited(code)
+        codes.append(code)
+        raise ExitedError
 
+    (tmp_path / "dump").mkdir()
+    job = {"platform": "tpu", "until": "schedule", "dump": str(tmp_path / "dump"), "devices": []}
+    (tmp_path / "job.json").write_text(json.dumps(job))
     monkeypatch.setattr(os, "_exit", leave)
-    lock = threading.Lock()
-    with pytest.raises(Exited):
-        compiler_process._watch(dump, out, result, lock)
-    return lock
+    monkeypatch.setattr(compiler_process, "_compile", compiler)
+    with pytest.raises(ExitedError), mock.patch.dict(os.environ):
+        compiler_process.main(tmp_path / "job.json", tmp_path)
+    result = tmp_path / "result.json"
+    return codes, json.loads(result.read_text()) if result.exists() else None
 
 
-def test_a_dump_is_the_result(tmp_path, monkeypatch):
-    for name in ("after_optimizations.txt", "after_optimizations_after_buffer_assignment.txt", "before.txt"):
-        (tmp_path / f"module_0000.jit_flat.{name}").write_text(name)
-    lock = watch(tmp_path, tmp_path, monkeypatch, {"dropped": ["option"], "until": "schedule", "stage": "compile"})
-    assert lock.locked()  # so the thread that compiles does not write another result
-    found = json.loads((tmp_path / "result.json").read_text())
-    assert (found["kind"], found["stage"], found["memory"], found["dropped"]) == ("ok", "", {}, ["option"])
-    assert gzip.decompress((tmp_path / "program.hlo.gz").read_bytes()).decode() == "after_optimizations.txt"
+@pytest.fixture
+def code():
+    """The time at which a compiler that makes code for ever ends: that of the test."""
+    ended = threading.Event()
+    yield ended
+    ended.set()
 
 
-def test_a_dump_that_cannot_be_read_ends_the_process(tmp_path, monkeypatch, capsys):
-    """Else the thread that compiles would wait for the lock for ever."""
-    (tmp_path / "module_0000.jit_flat.after_optimizations_after_buffer_assignment.txt").write_text("")
-    watch(tmp_path, tmp_path, monkeypatch, {})
+def program_text(folder):
+    return gzip.decompress((folder / "program.hlo.gz").read_bytes()).decode()
+
+
+def test_a_dump_is_the_result(tmp_path, monkeypatch, code):
+    def compiler(job, result):
+        result.update({"dropped": ["option"], "stage": "compile"})
+        for name in ("after_optimizations.txt", "after_optimizations_after_buffer_assignment.txt", "before.txt"):
+            (tmp_path / "dump" / f"module_0000.jit_flat.{name}").write_text(name)
+        code.wait()
+        return "code"
+
+    codes, found = run_child(tmp_path, monkeypatch, compiler)
+    assert codes == [0] and found is not None
+    assert (found["kind"], found["until"], found["stage"], found["memory"]) == ("ok", "schedule", "", {})
+    assert found["dropped"] == ["option"] and program_text(tmp_path) == "after_optimizations.txt"
+
+
+@pytest.mark.parametrize("kind", ["ok", "oom", "error"])
+def test_a_compiler_that_ends_before_the_dump_has_its_own_result(tmp_path, monkeypatch, kind):
+    def compiler(job, result):
+        result.update({"kind": kind, "until": "code"})
+        return "code" if kind == "ok" else ""
+
+    codes, found = run_child(tmp_path, monkeypatch, compiler)
+    assert codes == [0] and found is not None
+    assert (found["kind"], found["until"]) == (kind, "code")
+    assert kind != "ok" or program_text(tmp_path) == "code"
+
+
+def test_a_dump_that_cannot_be_read_ends_the_process(tmp_path, monkeypatch, code, capsys):
+    def compiler(job, result):
+        (tmp_path / "dump" / "module_0000.jit_flat.after_optimizations_after_buffer_assignment.txt").write_text("")
+        code.wait()
+
+    assert run_child(tmp_path, monkeypatch, compiler) == ([1], None)
     assert "FileNotFoundError" in capsys.readouterr().err
-    assert not (tmp_path / "result.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_in_the_compiling_thread_ends_the_process(tmp_path, monkeypatch):
+    def compiler(job, result):
+        raise KeyError("topology")
+
+    assert run_child(tmp_path, monkeypatch, compiler) == ([1], None)
 
 
 def test_schedules_and_code_are_cached_apart(tmp_path, monkeypatch):

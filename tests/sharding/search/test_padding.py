@@ -124,7 +124,7 @@ def test_padding_of_key_value_heads():
 @pytest.mark.filterwarnings("ignore::autoshard.errors.AutoshardWarning")  # devices repeat work
 @pytest.mark.parametrize("cp", [3, 9])
 def test_a_sequence_is_padded_by_whole_blocks_of_a_kernel(cp: int):
-    """Splash attention takes shards of whole blocks of 128 positions."""
+    """Splash attention needs shards that consist of whole blocks of 128 positions."""
     step = workload_step(WORK.with_(batch_size=27))
     unpadded = plan(*step, target="v6e:3x3", plan=f"dp:{9 // cp} cp:{cp}", donate_argnums=0)
     (padding,) = unpadded.padding
@@ -141,7 +141,7 @@ def test_an_axis_beside_a_kernel_is_padded_by_elements():
 
 @pytest.mark.filterwarnings("ignore::autoshard.errors.AutoshardWarning")  # devices repeat work
 def test_axes_that_count_blocks_together_are_as_large_as_the_sequence():
-    """Another operator splits the sequence into two halves, so two logical axes count the blocks of the kernel."""
+    """Another operator reshapes the sequence into two halves. So the number of blocks has two logical axes."""
     step, state, batch = workload_step(WORK.with_(batch_size=27))
 
     def halves(state, batch):

@@ -21,8 +21,8 @@ measure of `benchmarks/recipes.py --only llama3.1-8b-v6e-64`. Without the constr
 
 Kept values with attention heads have no constraint. Compiled for v5e:2x4, GPT 350M under `fsdp:8`, 64 rows of 1024,
 with `host:residual keep:qkv+context`, needs 4.71 GiB. With the constraint it needs 6.27 GiB, and a step takes 5 %
-longer. Values in host memory have none if it would pad them, or if they have four or more dimensions but no heads, such
-as images.
+longer. A value in host memory has no constraint if the constraint would pad the value. It also has none if it has four
+or more dimensions but no heads, as images have.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _sent: WeakKeyDictionary[Program, frozenset[int]] = WeakKeyDictionary()
 def pinned_slices(lowering: BodyLowering, op: Op, count: int, slices: list[Any]) -> list[Any]:
     """Return the slices of one iteration of a scan, with activations constrained to the layout of the layers.
 
-    If the program is not compiled for TPUs, or the scan takes no stack from host memory, all slices stay as they are.
-    Slices of parameters, slices that are still in host memory, and values that are not floats always stay as they are.
+    No slice is constrained if the scan takes no stack from host memory, or if the program is not compiled for TPUs.
+    Parameters, slices that are still in host memory, and values that are not floats are never constrained.
 
     Args:
         lowering: lowers the scan.
@@ -73,9 +73,9 @@ def pinned_slices(lowering: BodyLowering, op: Op, count: int, slices: list[Any])
 
 
 def pinned_results(lowering: BodyLowering, op: Op, args: list[Any]) -> list[Any]:
-    """Return the operands of a transfer. Those that a scan stacks in host memory get the layout of the layers.
+    """Return the operands of a transfer to host memory, constrained to the layout of the layers.
 
-    If the program is not compiled for TPUs, all operands stay as they are.
+    Operands stay as they are if no scan stacks the result in host memory, or if the program is not compiled for TPUs.
 
     Args:
         lowering: lowers the transfer.
@@ -94,7 +94,7 @@ def pinned_results(lowering: BodyLowering, op: Op, args: list[Any]) -> list[Any]
 
 
 def _stacked_on_host(program: Program) -> list[int]:
-    """The values in device memory that a scan sends to host memory, to stack them there."""
+    """Return the values in device memory that a scan transfers to host memory and stacks there."""
     found: list[int] = []
     for op in program.ops():
         if op.name == "scan":
@@ -106,14 +106,14 @@ def _stacked_on_host(program: Program) -> list[int]:
 
 
 def _order_kept(layout: Layout, value: int) -> Sequence[int]:
-    """The order of the dimensions of a kept value, major to minor; empty for none."""
+    """Return the order of the dimensions of a kept value, major to minor; empty if it has no constraint."""
     return () if any(_has_heads(layout, value)) else range(len(layout.axes.of_value[value]))
 
 
 def _order_on_host(layout: Layout, value: int) -> Sequence[int]:
-    """The order of the dimensions of a value in host memory, major to minor; empty for none.
+    """Return the order of the dimensions of a value in host memory, major to minor; empty if it has no constraint.
 
-    The last dimension stays the minor one. The first, which has the rows of the batch, stays the major one.
+    The first dimension, the batch, is always the major one, and the last dimension is always the minor one.
     """
     shape = layout.axes.program.avals[value].shape
     if not shape or shape[-1] // layout.shard_count(layout.spec(value)[-1]) % TPU_LANES:

@@ -89,7 +89,7 @@ def test_the_order_of_kept_values_is_given_beside_values_on_the_host(host, kept,
 
 
 def wide(host, layer, shape, target="v5e:2x4", words="dp:8", hidden=8 * 128):
-    """The orders in a step of layers that are wide enough to fill the lanes of a TPU."""
+    """Return the orders that a step gives. Its layers fill the lanes of a TPU, unless `shape` or `hidden` is small."""
     weights = jax.ShapeDtypeStruct((LAYERS, shape[-1], hidden), jnp.float32)
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     program = lowered(step(host, [], layer), target, words, args=(weights, x))
