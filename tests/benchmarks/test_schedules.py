@@ -2,6 +2,9 @@
 
 import pytest
 from estimate import estimate
+from judged_steps import estimated
+
+from autoshard.sharding.audit import Compiled
 
 PROGRAM = """HloModule jit_step, is_scheduled=true, num_partitions=1
 
@@ -20,3 +23,13 @@ def test_a_program_without_machine_code_has_the_roofline_only():
     assert (whole.peak_bytes, scheduled.peak_bytes, scheduled.memory_bytes) == (8.0, 9.0, None)
     assert scheduled.fits and scheduled.without_cycles == 0
     assert not estimate(PROGRAM, "v5e:1x1", None, {"device": 1e12}, has_code=False).fits
+
+
+@pytest.mark.parametrize(
+    ("until", "measures"), [("schedule", {"roofline"}), ("code", {"cycles", "roofline", "joined"})]
+)
+def test_a_compiled_program_is_judged_by_what_it_has(monkeypatch, until, measures):
+    monkeypatch.setattr(Compiled, "text", PROGRAM)
+    memory = {"device": 9} if until == "schedule" else {"argument": 4, "temp": 4, "output": 4, "alias": 0, "peak": 9}
+    found = estimated(Compiled("ok", memory=memory, until=until), "v5e:1x1")
+    assert set(found.step) == measures and found.peak_bytes == 9
