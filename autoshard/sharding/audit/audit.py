@@ -13,6 +13,7 @@ from autoshard._columns import INDENT, WIDTH, columns, shorten
 from autoshard._shown import shown
 from autoshard._units import bytes_text, line_text, percent_text, ratio_text, time_text
 from autoshard.errors import AutoshardError
+from autoshard.sharding.audit.aot_compile import Until
 from autoshard.sharding.audit.constants import SHOWN_ENTRIES
 from autoshard.sharding.audit.host_traffic import CompiledTransfer, transfer_lines
 from autoshard.sharding.audit.replicated_arrays import ReplicatedArray
@@ -77,6 +78,8 @@ class Audit:
         predicted_wire_bytes: the plan's estimate of `wire_bytes`.
         versions: versions of the compiler's packages.
         seconds: compile time.
+        until: `code`, or `schedule` if the program was scheduled, but not compiled to machine code. Its times are then
+            those of a roofline.
         cached: whether the compiled program comes from the cache.
         dropped: options that were left out because this compiler does not know them.
         options: the compiler options, `dropped` included.
@@ -124,6 +127,7 @@ class Audit:
     predicted_wire_bytes: float | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    until: Until = "code"
     cached: bool = False
     dropped: tuple[str, ...] = ()
     options: Options = field(default_factory=dict)
@@ -179,7 +183,8 @@ def _head(audit: Audit) -> list[str]:
     packages = ", ".join(f"{name} {version}" for name, version in audit.versions.items())
     if packages:
         cached = " (cached)" if audit.cached else ""
-        lines.append(f"compiled in {audit.seconds:.1f} s by {packages}{cached}")
+        verb = "compiled" if audit.until == "code" else "scheduled, without machine code,"
+        lines.append(f"{verb} in {audit.seconds:.1f} s by {packages}{cached}")
     return lines
 
 

@@ -1,13 +1,15 @@
 """Finds compiler options that change nothing in a compiled program.
 
 If the program without any of the options is the same, all of them change nothing. Otherwise each option is left out
-alone, and it changes nothing if the program stays the same.
+alone, and it changes nothing if the program stays the same. Schedules are compared first, because they take less time:
+if they differ, so do the programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from autoshard.sharding.audit.aot_compile import Until
 from autoshard.sharding.audit.audit import Audit
 from autoshard.sharding.audit.constants import MOST_SINGLE_OPTIONS
 from autoshard.sharding.audit.requested_options import RequestedOptions
@@ -15,7 +17,7 @@ from autoshard.sharding.machines.options import Options
 
 
 def idle_options(
-    found: Audit, request: RequestedOptions, tried: Sequence[str], compiled: Callable[[Options], Audit]
+    found: Audit, request: RequestedOptions, tried: Sequence[str], compiled: Callable[[Options, Until], Audit]
 ) -> list[str]:
     """Return the options that change nothing.
 
@@ -23,12 +25,18 @@ def idle_options(
         found: the program under all options.
         request: the options, and those to compare with.
         tried: the options in question, which the compiler knows.
-        compiled: compiles the program under other options.
+        compiled: compiles the program under other options, up to its schedule or to machine code.
     """
     if not found.ok or not tried:
         return []
-    own = compiled(request.own)
-    if own.ok and own.program == found.program:
+
+    def is_same(options: Options) -> bool:
+        if found.until == "code" and _differ(compiled(request.options, "schedule"), compiled(options, "schedule")):
+            return False
+        audit = compiled(options, found.until)
+        return audit.ok and audit.program == found.program
+
+    if is_same(request.own):
         return list(tried)
     if not 2 <= len(tried) <= MOST_SINGLE_OPTIONS:
         return []
@@ -37,7 +45,11 @@ def idle_options(
         without = {n: v for n, v in request.options.items() if n != name}
         if name in request.own:
             without[name] = request.own[name]
-        audit = compiled(without)
-        if audit.ok and audit.program == found.program:
+        if is_same(without):
             idle.append(name)
     return idle
+
+
+def _differ(one: Audit, other: Audit) -> bool:
+    """Whether the schedules of two programs differ; false if a compiler does not stop at the schedule."""
+    return one.until == other.until == "schedule" and (one.ok != other.ok or one.program != other.program)

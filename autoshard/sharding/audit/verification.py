@@ -1,7 +1,8 @@
 """Compiles a plan for its target and compares the compiled program with the plan.
 
     step_time_us = compute_us + exposed_us + host_exposed_us
-    compute_us   = cycles x trips / the chip's clock; a roofline for instructions without cycles
+    compute_us   = cycles x trips / the chip's clock; a roofline for instructions without cycles, and for programs that
+                   are scheduled but not compiled to machine code (`until="schedule"`)
     exposed_us   = the time of collectives on the target's links that compute does not hide (`schedule`)
     host_exposed_us = the same of transfers of host memory
 
@@ -18,7 +19,7 @@ from dataclasses import replace
 from autoshard._typed import convert, finite
 from autoshard._units import variant_text
 from autoshard.errors import AutoshardError
-from autoshard.sharding.audit.aot_compile import Compiled, compile_job, missing_compiler, partitioner_remarks
+from autoshard.sharding.audit.aot_compile import Compiled, Until, compile_job, missing_compiler, partitioner_remarks
 from autoshard.sharding.audit.audit import Audit, AuditError
 from autoshard.sharding.audit.constants import SHOWN_GROUPS, TIMEOUT_S
 from autoshard.sharding.audit.export import export_plan
@@ -49,7 +50,13 @@ COMPILERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Options | str | None = None) -> Audit:
+def verify(
+    executable: Executable,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    options: Options | str | None = None,
+    until: Until = "code",
+) -> Audit:
     """Compile a plan's program for its target, in a separate process, and compare it with the plan.
 
     With `options`, or for a plan with requested options, the audit names those that change nothing in the compiled
@@ -60,6 +67,9 @@ def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Opt
         executable: a plan with its function.
         timeout_s: seconds after which the compiler is stopped.
         options: compiler options, or the name of an option set. Default: the plan's options.
+        until: `schedule` stops the compiler of TPUs when the program is scheduled and its buffers are placed, after
+            seconds instead of minutes. Then there are no cycles, so times are those of a roofline, and errors of code
+            generation are not seen. Other compilers ignore it.
 
     Raises:
         AuditError: no compiler supports the target (a TOML file, a topology that does not exist), the compiler is not
@@ -68,22 +78,27 @@ def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Opt
     problems: list[str] = []
     finite(timeout_s, "timeout_s", problems)
     convert(options, Options if isinstance(options, Mapping) else Options | str | None, "options", problems)
+    convert(until, Until, "until", problems)
     if problems or not timeout_s > 0:
         raise AuditError(f"verify: {'; '.join(problems) or f'timeout_s is {timeout_s}; it must be above 0'}")
     compile_target(executable.plan.target)
     request = requested_options(executable.plan, options)
-    found = verify_under(executable, request.options, timeout_s)
+    found = verify_under(executable, request.options, timeout_s, until)
     added = [f"compiled with {each}" for each in request.added]
     notes = [*added, *request.notes]
     tried = sorted(request.changed - set(found.dropped))
-    idle = idle_options(found, request, tried, lambda options: verify_under(executable, options, timeout_s))
+    idle = idle_options(
+        found, request, tried, lambda options, until: verify_under(executable, options, timeout_s, until)
+    )
     if idle:
         notes.append(f"these options change nothing in the compiled program: {', '.join(idle)}")
     return replace(found, notes=(*notes, *found.notes))
 
 
-def verify_under(executable: Executable, options: Options, timeout_s: float = TIMEOUT_S) -> Audit:
-    """Compile a plan's program under exactly these options, and compare it with the plan.
+def verify_under(
+    executable: Executable, options: Options, timeout_s: float = TIMEOUT_S, until: Until = "code"
+) -> Audit:
+    """Compile a plan's program under exactly these options, and compare it with the plan (`verify`).
 
     Raises:
         AuditError: as `verify`.
@@ -101,7 +116,7 @@ def verify_under(executable: Executable, options: Options, timeout_s: float = TI
         return audit(
             executable, target, Compiled("error", f"JAX cannot export the program for {target.platform}: {error}")
         )
-    compiled = compile_job(job, timeout_s)
+    compiled = compile_job(job, timeout_s, until=until)
     if compiled.stage == "topology" and compiled.kind == "error":
         raise AuditError(
             f"{_subject(plan)} cannot be verified: the compiler does not support the topology '{plan.target}': "
@@ -153,6 +168,7 @@ def audit(executable: Executable, target: Target, compiled: Compiled) -> Audit:
         predicted_host_traffic_bytes=plan.estimate.host_traffic_bytes,
         versions={k: v for k, v in compiled.versions.items() if k in COMPILERS[target.platform]},
         seconds=compiled.seconds,
+        until=compiled.until,
         cached=compiled.cached,
         dropped=tuple(compiled.dropped),
         strategy=f"{plan.chosen} ({variant_text(plan.variant)})" if plan.variant else plan.chosen,
@@ -184,6 +200,7 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
     exposed = sum(c.exposed_us for c in collectives)
     transfers = compiled_transfers(schedule.transfers.values())
     waits = sum(t.exposed_us for t in transfers)
+    compute_us = totals.compute_us if totals.cycles else totals.roofline_us
     return replace(
         predicted,
         collectives=collectives,
@@ -195,7 +212,7 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
         kernels=schedule.kernel_runs,
         notes=(*predicted.notes, *_notes(program, schedule)),
         cycles=totals.cycles or None,
-        compute_us=totals.compute_us,
+        compute_us=compute_us,
         compute_us_cycles=totals.cycles / clock * 1e6 if clock and totals.cycles else None,
         compute_us_roofline=totals.roofline_us,
         comm_us=sum(c.wire_us for c in collectives),
@@ -204,7 +221,7 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
         host_us=sum(t.us for t in transfers),
         host_exposed_us=waits,
         host_traffic_bytes=sum(t.bytes * t.trips for t in transfers),
-        step_time_us=totals.compute_us + exposed + waits,
+        step_time_us=compute_us + exposed + waits,
         wire_bytes=sum(c.step_bytes for c in collectives),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoshard._shown import shown
@@ -41,17 +41,25 @@ class _Trial:
     audit: Audit
 
 
-def fastest_options(bound: BoundPlan, own: Audit, limit: float, until: float = math.inf) -> tuple[BoundPlan, Audit]:
+def fastest_options(
+    bound: BoundPlan,
+    own: Audit,
+    limit: float,
+    until: float = math.inf,
+    included: Callable[[OptionSet], bool] = lambda _: True,
+) -> tuple[BoundPlan, Audit]:
     """Compile a plan under each option set that may pay for it, and keep the fastest program that fits.
 
-    The plan's notes name the chosen set and the step time under each set. They also name the sets that the compiler
-    does not know, and those that leave the compiled program unchanged.
+    Programs are compiled as far as `own`: up to the schedule, or to machine code. The plan's notes name the chosen set
+    and the step time under each set. They also name the sets that the compiler does not know, and those that leave the
+    compiled program unchanged.
 
     Args:
         bound: a plan with its function.
         own: its audit under its own options; it compiles and fits.
         limit: bytes of one device.
         until: the value of `time.monotonic()` after which no program is compiled.
+        included: whether a set is tried.
 
     Returns:
         The plan with the chosen options, and its audit under them.
@@ -59,19 +67,21 @@ def fastest_options(bound: BoundPlan, own: Audit, limit: float, until: float = m
     facts = program_facts(bound.plan)
     if facts is None or not own.step_time_us:
         return bound, own
-    sets, refused = _compatible_sets(bound.plan.requested_options, applicable_sets(facts, own.options), own, facts)
+    sets = [each for each in applicable_sets(facts, own.options) if included(each)]
+    sets, refused = _compatible_sets(bound.plan.requested_options, sets, own, facts)
     trials: list[_Trial] = []
-    for each in sets[:MOST_OPTION_SETS]:
+    for each in sets[: MOST_OPTION_SETS if own.until == "code" else None]:
         left = until - time.monotonic()
         if left <= 0:
             break
         options, _ = with_needed(with_set(own.options, each, facts))
-        trials.append(_Trial(each.name, options, verify_under(bound.executable, options, min(left, TIMEOUT_S))))
+        audit = verify_under(bound.executable, options, min(left, TIMEOUT_S), own.until)
+        trials.append(_Trial(each.name, options, audit))
     if not trials:
         return bound.where(notes=(*bound.plan.notes, *refused)), own
     best = min((t for t in trials if _is_faster(t.audit, own, limit)), key=_step_us, default=None)
     results = [f"plan's own {time_text(own.step_time_us)}", *(_result(t, own, limit, t is best) for t in trials)]
-    notes = [*refused, f"compiler options, compiled for {bound.plan.target}: {'; '.join(results)}"]
+    notes = [*refused, f"compiler options, {compared_by(own)} for {bound.plan.target}: {'; '.join(results)}"]
     if rest := [each.name for each in sets[len(trials) :]]:
         notes.append(f"option sets that were not compiled: {', '.join(rest)}; Plan.verify(options=NAME) does")
     if best is None:
@@ -80,6 +90,11 @@ def fastest_options(bound: BoundPlan, own: Audit, limit: float, until: float = m
     kept = {name: value for name, value in best.options.items() if name not in best.audit.dropped}
     chosen = {**bound.plan.compiler_options, platform: kept}
     return bound.where(compiler_options=chosen, notes=(*bound.plan.notes, *notes)), best.audit
+
+
+def compared_by(audit: Audit) -> str:
+    """How programs were compared, in words."""
+    return "by schedules" if audit.until == "schedule" else "compiled"
 
 
 def _compatible_sets(
@@ -119,7 +134,7 @@ def _result(trial: _Trial, own: Audit, limit: float, chosen: bool) -> str:
         )
     unknown = f" (without {', '.join(audit.dropped)}, unknown to this compiler)" if audit.dropped else ""
     if audit.program and audit.program == own.program:
-        return f"{text} changes nothing in the compiled program{unknown}"
+        return f"{text} changes nothing in the {'schedule' if own.until == 'schedule' else 'compiled program'}{unknown}"
     text += f" {time_text(audit.step_time_us)} ({ratio_text(audit.step_time_us, own.step_time_us)})"
     if not _fits(audit, limit):
         text += ", does not fit"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autoshard._units import bytes_text, time_text
-from autoshard.sharding.audit import verify
-from autoshard.sharding.autotune.compiled_options import fastest_options
+from autoshard.sharding.autotune.compiled_options import compared_by
 from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS
+from autoshard.sharding.autotune.machine_code import scheduled, with_code
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.variants import variant_name
 
@@ -15,35 +16,38 @@ from autoshard.sharding.planner.variants import variant_name
 def fastest_compiled(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
     """Return the plan whose program is the fastest of those that compile and fit; the first plan if none does.
 
-    All are compiled under their chip's default options; the fastest then also under other sets (`compiled_options`).
+    All are compared under their chip's default options, by their schedules where the compiler stops there. The fastest
+    is then compared under other option sets, and compiled to machine code (`machine_code`). If that fails, the next one
+    takes its place.
 
     Args:
         bounds: plans with their functions, the best first.
         limit: bytes of one device.
     """
     plans = [bound.plan for bound in bounds]
-    audits = [verify(bound.executable) for bound in bounds]
-    fitting = [n for n, a in enumerate(audits) if a.ok and (a.peak_bytes or 0) <= limit]
-    if not fitting:
-        outcomes = "; ".join(
-            f"{variant_name(plan)}: {audit.kind}" + (audit.message and f": {audit.message[:COMPILER_MESSAGE_CHARS]}")
-            for plan, audit in zip(plans, audits, strict=True)
-        )
-        note = f"none of the {len(plans)} best plans compiles for {plans[0].target} and fits ({outcomes})"
-        return bounds[0].where(audits=tuple(audits), notes=(*plans[0].notes, note))
-    times = {n: audits[n].step_time_us or 0.0 for n in fitting}
-    winner = min(fitting, key=lambda n: times[n])
-    best, notes = plans[winner], []
-    if not best.fits:
+    audits = [scheduled(bound.executable) for bound in bounds]
+    while fitting := [n for n, a in enumerate(audits) if a.ok and (a.peak_bytes or 0) <= limit]:
+        times = {n: audits[n].step_time_us or 0.0 for n in fitting}
+        winner = min(fitting, key=lambda n: times[n])
+        best, notes = plans[winner], []
+        if not best.fits:
+            notes.append(
+                f"{variant_name(best)} takes {bytes_text(best.estimate.peak_memory_bytes)} per device by the estimate "
+                f"and {bytes_text(audits[winner].peak_bytes or 0)} compiled: XLA rematerializes what does not fit"
+            )
         notes.append(
-            f"{variant_name(best)} takes {bytes_text(best.estimate.peak_memory_bytes)} per device by the estimate and "
-            f"{bytes_text(audits[winner].peak_bytes or 0)} compiled: XLA rematerializes what does not fit"
+            f"the fastest of {len(fitting)} {compared_by(audits[winner])} for {best.target}: "
+            + ", ".join(f"{variant_name(plans[n])} {time_text(times[n])}" for n in fitting)
         )
-    notes.append(
-        f"the fastest of {len(fitting)} compiled for {best.target}: "
-        + ", ".join(f"{variant_name(plans[n])} {time_text(times[n])}" for n in fitting)
+        found, audit = with_code(bounds[winner].where(notes=(*best.notes, *notes)), audits[winner], limit)
+        if audit.ok:
+            # A plan that does not fit by its own estimate may fail to compile, so that failure is not reported.
+            reported = [n for n in range(len(plans)) if n in fitting or plans[n].fits]
+            return found.where(audits=tuple(audit if n == winner else audits[n] for n in reported))
+        audits[winner] = replace(audits[winner], kind=audit.kind, message=audit.message)
+    outcomes = "; ".join(
+        f"{variant_name(plan)}: {audit.kind}" + (audit.message and f": {audit.message[:COMPILER_MESSAGE_CHARS]}")
+        for plan, audit in zip(plans, audits, strict=True)
     )
-    # A plan that does not fit by its own estimate may fail to compile, so that failure is not reported.
-    reported = tuple(audit for n, audit in enumerate(audits) if n in fitting or plans[n].fits)
-    found, audit = fastest_options(bounds[winner].where(notes=(*best.notes, *notes)), audits[winner], limit)
-    return found.where(audits=tuple(audit if each is audits[winner] else each for each in reported))
+    note = f"none of the {len(plans)} best plans compiles for {plans[0].target} and fits ({outcomes})"
+    return bounds[0].where(audits=tuple(audits), notes=(*plans[0].notes, note))

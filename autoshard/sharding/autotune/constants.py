@@ -9,7 +9,8 @@ The plan that `verify=` and `measure=` choose depends on them, except for the le
 # to this multiple, because XLA rematerializes what does not fit.
 OVER_LIMIT = (1.25, 1.5)
 
-# Number of option sets under which `verify` also compiles the fastest plan.
+# Number of option sets under which `verify` also compiles the fastest plan to machine code. It schedules the plan under
+# all sets that apply.
 MOST_OPTION_SETS = 3
 
 # A set must shorten the step by more than this fraction to be chosen. Smaller gains are below the precision of audits.

@@ -29,7 +29,7 @@ from autoshard.sharding.planner.variants import variant_name
 from autoshard.sharding.program.tracing import Traced
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function among the parameters of a jaxpr; differs in each process
-_MEANING = "peaks without the host's memory"  # changed with the meaning of a figure, so that no earlier lesson is read
+_MEANING = "times and peaks of schedules"  # changed with the meaning of a figure, so that no earlier lesson is read
 _SHARDINGS = ("mesh", "axis_rules", "storage", "inputs", "outputs", "placing", "overlap")  # fields of a plan
 
 

@@ -2,17 +2,18 @@
 
 The estimate compares plans of one kind well, and plans of different kinds less well (`search.constants`). So the
 fastest plan of each kind is a contender if, within the error of the estimate, it may be the fastest of all. Contenders
-are compiled one after another:
+are compiled one after another, up to the schedule where the compiler stops there (`machine_code`):
 
-    first    the fastest by the estimate, unless there is no other contender and its memory certainly fits
+    first    the fastest by the estimate, unless there is no other contender, its memory certainly fits, and it moves
+             nothing to the host's memory. Such transfers depend on compiler options
     next     the fastest of those that may still be faster than the best compiled plan. The expected time of a contender
              is its estimate, times the mean ratio of compiled to estimated time so far
     end      no contender may be faster, or the time is over
 
 A contender that does not compile or fit is replaced by the next plan of its kind that needs less memory. One more
 contender is the fastest plan that exceeds the memory by the estimate, because XLA rematerializes what does not fit. The
-winner is also compiled under other compiler options. The results are kept (`lessons`), so planning the same program
-again compiles only new plans.
+winner is also compared under other compiler options, and compiled to machine code. If that fails, the next best plan
+wins. The results are kept (`lessons`), so planning the same program again compiles only new plans.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -33,10 +34,11 @@ from autoshard._units import bytes_text, percent_text, ratio_text, time_text
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.audit.aot_compile import missing_compiler
 from autoshard.sharding.audit.audit import Audit, AuditError
-from autoshard.sharding.audit.verification import compile_target, verify
-from autoshard.sharding.autotune.compiled_options import fastest_options
+from autoshard.sharding.audit.verification import compile_target
+from autoshard.sharding.autotune.compiled_options import compared_by
 from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS, MOST_TRIES, OVER_LIMIT, POOL_OF_KIND
 from autoshard.sharding.autotune.lessons import Lesson, Lessons, lesson_of
+from autoshard.sharding.autotune.machine_code import scheduled, with_code
 from autoshard.sharding.layout.plan_request import is_request
 from autoshard.sharding.plan.memory_doubt import ranked_us, usable_bytes_of
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -114,7 +116,7 @@ class Settling:
         ahead = fastest(self.made)
         heads = [queue[0] for queue in queues.values()]
         rivals = [each for each in heads if each.step_us <= (1 + MOST_KIND_ERROR) * ahead.plan.estimate.step_time_us]
-        if len(rivals) < 2 and self._fits_surely(ahead):
+        if len(rivals) < 2 and self._is_certain(ahead):
             return _alone(ahead, heads)
         while queues and self.left > 0:
             kind = min(queues, key=lambda kind: queues[kind][0].step_us)
@@ -127,8 +129,11 @@ class Settling:
                 del queues[kind]
         return self._chosen(ahead, [queue[0] for queue in queues.values()])
 
-    def _fits_surely(self, bound: BoundPlan) -> bool:
-        return bound.plan.fits and bound.plan.estimate.peak_memory_bytes * (1 + MOST_MEMORY_ERROR) <= self.limit
+    def _is_certain(self, bound: BoundPlan) -> bool:
+        """Whether a plan fits in any case and moves nothing to the host's memory."""
+        here = bound.plan.estimate
+        fits = bound.plan.fits and here.peak_memory_bytes * (1 + MOST_MEMORY_ERROR) <= self.limit
+        return fits and not here.host_traffic_bytes
 
     def _may_win(self, contender: Contender) -> bool:
         """Whether a contender may be faster than the best compiled plan, within the error of the estimate."""
@@ -151,7 +156,7 @@ class Settling:
         lessons = Lessons(found)
         lesson = lessons.of(found.plan)
         if lesson is None:
-            audit = verify(found.executable, timeout_s=max(self.left, 1.0))
+            audit = scheduled(found.executable, max(self.left, 1.0))
             lesson = lesson_of(found.plan, audit)
             lessons.add(found.plan, lesson)
             self.audits[len(self.compiled)] = audit
@@ -167,22 +172,32 @@ class Settling:
         if self.left <= 0 and any(map(self._may_win, rest)):
             open_kinds = ", ".join(each.kind for each in rest if self._may_win(each))
             notes.append(f"the {self.seconds:g} s for compilations are over; not settled: {open_kinds}")
-        if self.best is None:
-            notes.append("no compiled plan fits; this one is chosen by the estimate")
-            return ahead.where(notes=(*ahead.plan.notes, *notes), audits=tuple(self.audits.values()))
-        _, bound, lesson = self.best
+        while self.best is not None:
+            own = next(n for n, each in enumerate(self.compiled) if each is self.best)
+            contender, bound, lesson = self.compiled[own]
+            schedule = self.audits.get(own) or scheduled(bound.executable, max(self.left, 1.0))
+            found, audit = with_code(bound, schedule, self.limit, self.started + self.seconds)
+            if audit.ok or audit.kind == "timeout":
+                added = [*self._comparison(bound, lesson, schedule), *found.plan.notes[len(bound.plan.notes) :], *notes]
+                return found.where(notes=(*bound.plan.notes, *added), audits=(audit,))
+            self.audits[own] = audit
+            lost = replace(lesson, kind=audit.kind)
+            notes.append(f"compiled, but not chosen: {variant_name(bound.plan)}: {_failure(lost, audit, self.limit)}")
+            Lessons(bound).add(bound.plan, lost)
+            self.compiled[own] = contender, bound, lost
+        notes.append("no compiled plan fits; this one is chosen by the estimate")
+        return ahead.where(notes=(*ahead.plan.notes, *notes), audits=tuple(self.audits.values()))
+
+    def _comparison(self, bound: BoundPlan, lesson: Lesson, own: Audit) -> list[str]:
+        """Return notes on the step times of the plans that were compared, and on the memory of the chosen one."""
         rows = [(variant_name(b.plan), seen.step_us) for _, b, seen in self.compiled if seen.fits(self.limit)]
         listed = ", ".join(f"{name} {time_text(us)} ({ratio_text(us, lesson.step_us)})" for name, us in rows)
-        notes.insert(0, f"compiled for {bound.plan.target}, the fastest of each kind that may be the best: {listed}")
+        kinds = "the fastest of each kind that may be the best"
+        notes = [f"{compared_by(own)} for {bound.plan.target}, {kinds}: {listed}"]
         if lesson.peak_bytes > bound.plan.estimate.peak_memory_bytes > self.limit:
             notes.append(f"takes {bytes_text(bound.plan.estimate.peak_memory_bytes)} per device by the estimate and "
                          f"{bytes_text(lesson.peak_bytes)} compiled: XLA rematerializes what does not fit")  # fmt: skip
-        own = next(n for n, each in enumerate(self.compiled) if each[1] is bound)
-        audit = self.audits.get(own) or verify(bound.executable, timeout_s=max(self.left, 1.0))
-        found = bound.where(notes=(*bound.plan.notes, *notes))
-        if audit.ok:
-            found, audit = fastest_options(found, audit, self.limit, until=self.started + self.seconds)
-        return found.where(audits=(audit,))
+        return notes
 
 
 def contenders(made: Sequence[PlannedVariant], limit: float) -> Iterator[tuple[str, list[Contender]]]:

@@ -39,14 +39,17 @@ def test_options_that_need_or_exclude_others():
 
 
 def fake_compiler(monkeypatch, programs):
-    """Fake compiled programs: the digest is that of the first option of `programs` that is on."""
+    """Fake compiled programs: the digest is that of the first option of `programs` that is on.
+
+    Returns the options of each program with machine code, filled as they are compiled.
+    """
     compiled = []
 
-    def compile_under(executable, options, timeout_s=0.0):
-        compiled.append(dict(options))
+    def compile_under(executable, options, timeout_s=0.0, until="code"):
+        compiled.extend([dict(options)] * (until == "code"))
         digest = next((program for name, program in programs.items() if name in options), "plain")
         dropped = tuple(name for name in options if name.startswith("xla_unknown"))
-        return Audit("ok", step_time_us=1.0, program=digest, options=dict(options), dropped=dropped)
+        return Audit("ok", step_time_us=1.0, program=digest, options=dict(options), dropped=dropped, until=until)
 
     monkeypatch.setattr(verification, "verify_under", compile_under)
     return compiled
@@ -60,9 +63,21 @@ def test_options_without_effect_are_named(monkeypatch):
     assert audit.notes == ("these options change nothing in the compiled program: xla_idle",)
     assert len(compiled) == 2
     assert not made.verify(options=own | {"xla_real": "1"}).notes
-    assert len(compiled) == 4
+    assert len(compiled) == 3  # the schedules differ, so there is no need for machine code without the option
     assert not made.verify().notes and not made.verify(options=own | {"xla_unknown_1": "1"}).notes
-    assert len(compiled) == 6  # the plan's own options, and options of which none is known, need no comparison
+    assert len(compiled) == 5  # the plan's own options, and options of which none is known, need no comparison
+
+
+def test_options_that_change_only_machine_code_have_an_effect(monkeypatch):
+    """Their schedules are the same, so machine code is compared."""
+
+    def compile_under(executable, options, timeout_s=0.0, until="code"):
+        program = str("xla_tiles" in options) if until == "code" else "schedule"
+        return Audit("ok", step_time_us=1.0, program=program, options=dict(options), until=until)
+
+    monkeypatch.setattr(verification, "verify_under", compile_under)
+    made = planned()
+    assert not made.verify(options=dict(made.compiler_options["tpu"]) | {"xla_tiles": "1"}).notes
 
 
 @pytest.mark.slow

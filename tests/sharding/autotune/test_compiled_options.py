@@ -41,8 +41,8 @@ def choose(monkeypatch, made, outcomes):
     """The plan and the audit that are chosen if the set with this option has this outcome, and the sets' options."""
     tried = []
 
-    def compile_under(executable, options, timeout_s):
-        assert timeout_s > 0
+    def compile_under(executable, options, timeout_s, until):
+        assert timeout_s > 0 and until == "code"
         tried.append(dict(options))
         found = next((audit for name, audit in outcomes.items() if name in options), None)
         return replace(found or Audit("ok", step_time_us=100.0, peak_bytes=1e6, program="own"), options=dict(options))
@@ -131,7 +131,7 @@ def test_machines_without_sets_are_left_alone(monkeypatch):
 @pytest.mark.slow
 def test_the_best_of_the_sets_of_a_tpu_is_kept():
     made = planned("v6e:2x2", "fsdp:4", verify=1)
-    note = next(note for note in made.notes if note.startswith("compiler options, compiled for v6e:2x2"))
+    note = next(note for note in made.notes if note.startswith("compiler options, by schedules for v6e:2x2"))
     assert "gather-fusion" in note and "reduction-layout" in note and "scoped-vmem" not in note
     (audit,) = made.audits
     assert audit.ok and {**made.compiler_options["tpu"]} == {**audit.options}

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.audit import Audit
 from autoshard.sharding.audit.audit import AuditError
 from autoshard.sharding.autotune import settling
+from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.search.constants import MOST_KIND_ERROR
 from autoshard.sharding.search.strategy_kinds import kind_of
 from tests.sharding.runtime.two_processes import run_in_two_processes
@@ -42,13 +43,23 @@ SHAPES = (
 
 @dataclass
 class Compiler:
-    """A faked compiler: `ratios` gives compiled over estimated step time by kind, `kinds` other results."""
+    """A faked compiler.
+
+    Attributes:
+        ratios: compiled over estimated step time by kind; 1 for other kinds.
+        kinds: results of scheduling by kind; `ok` for other kinds.
+        compiled: the strategies that were scheduled.
+        codes: results of making machine code by kind; `ok` for other kinds.
+        coded: the strategies for which machine code was requested.
+    """
 
     ratios: dict[str, float] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     compiled: list[str] = field(default_factory=list)
+    codes: dict[str, str] = field(default_factory=dict)
+    coded: list[str] = field(default_factory=list)
 
-    def verify(self, executable: Any, *, timeout_s: float) -> Audit:
+    def scheduled(self, executable: Any, timeout_s: float) -> Audit:
         made = executable.plan
         assert timeout_s > 0
         self.compiled.append(made.chosen)
@@ -57,13 +68,18 @@ class Compiler:
         peak = made.estimate.peak_memory_bytes
         return Audit(self.kinds.get(kind, "ok"), step_time_us=us, peak_bytes=peak, options=made.compiler_options["tpu"])
 
+    def with_code(self, bound: BoundPlan, audit: Audit, limit: float, until: float) -> tuple[BoundPlan, Audit]:
+        self.coded.append(bound.plan.chosen)
+        kind = self.codes.get(kind_of(bound.plan.chosen), "ok")
+        return bound, replace(audit, kind=kind)
+
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Compiler:
     found = Compiler()
     monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path))
-    monkeypatch.setattr(settling, "verify", found.verify)
-    monkeypatch.setattr(settling, "fastest_options", lambda bound, audit, limit, until: (bound, audit))
+    monkeypatch.setattr(settling, "scheduled", found.scheduled)
+    monkeypatch.setattr(settling, "with_code", found.with_code)
     return found
 
 
@@ -128,6 +144,25 @@ def test_a_plan_that_needs_less_memory_takes_the_place_of_one_that_does_not_fit(
     assert 1 < len(tried) <= settling.MOST_TRIES and peaks[tried[0]] > peaks[tried[1]]
     assert kind_of(made.chosen) == "fsdp"
     assert any(note.startswith(f"compiled, but not chosen: {tried[0]}: oom") for note in made.notes)
+
+
+def test_machine_code_is_made_for_the_winner_alone(compiler: Compiler) -> None:
+    made = planned()
+    assert compiler.coded == [made.chosen] and len(compiler.compiled) > 1
+
+
+def test_a_plan_without_machine_code_is_replaced_by_the_next_best(compiler: Compiler) -> None:
+    compiler.codes = {"tp": "error"}
+    assert kind_of(planned(verify=0).chosen) == "tp"
+    made = planned()
+    assert kind_of(made.chosen) == "fsdp" and compiler.coded[-1] == made.chosen
+    assert made.notes[-1] == f"compiled, but not chosen: {compiler.coded[0]}: error"
+
+
+def test_without_time_for_machine_code_the_schedule_decides(compiler: Compiler) -> None:
+    compiler.codes = {"tp": "timeout"}
+    made = planned()
+    assert kind_of(made.chosen) == "tp" and compiler.coded == [made.chosen]
 
 
 def test_nothing_that_fits(compiler: Compiler) -> None:
@@ -234,7 +269,7 @@ def test_a_target_that_the_compiler_rejects(compiler: Compiler, monkeypatch: pyt
     def rejected(*_: Any, **__: Any) -> Audit:
         raise AuditError("the compiler does not support the topology")
 
-    monkeypatch.setattr(settling, "verify", rejected)
+    monkeypatch.setattr(settling, "scheduled", rejected)
     with pytest.warns(AutoshardWarning, match="is not verified: the compiler does not support the topology"):
         made = planned()
     assert made.chosen == planned(verify=0).chosen and made.notes[-1].startswith("not verified: the compiler does not")
@@ -247,11 +282,11 @@ from autoshard.sharding.audit import Audit
 from autoshard.sharding.autotune import settling
 from autoshard.sharding.search.strategy_kinds import kind_of
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-def verify(executable, *, timeout_s):
+def scheduled(executable, timeout_s):
     return Audit("ok", step_time_us=1.0 if kind_of(executable.plan.chosen) == "fsdp" else 9.0, peak_bytes=1.0)
-def fastest_options(bound, audit, limit, until):
+def with_code(bound, audit, limit, until):
     return bound.where(compiler_options={"cpu": {"xla_cpu_enable_fast_math": False}}), audit
-settling.verify, settling.fastest_options, settling.MOST_KIND_ERROR = verify, fastest_options, 99.0
+settling.scheduled, settling.with_code, settling.MOST_KIND_ERROR = scheduled, with_code, 99.0
 # Process 1 has no compiler: process 0 decides for it.
 settling.missing_compiler = lambda platform: "missing" if jax.process_index() else None
 def step(w, x):
@@ -294,6 +329,7 @@ def test_with_the_real_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
     monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path))
     made = planned()
     (audit,) = made.audits
-    assert audit.ok and audit.step_time_us and made.notes[-2].startswith("compiled for v5e:2x4")
+    assert audit.ok and audit.cycles and audit.until == "code"
+    assert made.notes[-2].startswith("by schedules for v5e:2x4, the fastest of each kind")
     again = planned()
     assert again.audits[0].cached and again.chosen == made.chosen

@@ -128,7 +128,7 @@ def test_verify_k_keeps_requested_options(monkeypatch):
 def test_verify_names_requested_options_without_effect(monkeypatch):
     verification = importlib.import_module("autoshard.sharding.audit.verification")
 
-    def compile_under(executable, options, timeout_s=0.0):
+    def compile_under(executable, options, timeout_s=0.0, until="code"):
         return Audit("ok", program=str("xla_real" in options), options=dict(options))
 
     monkeypatch.setattr(verification, "verify_under", compile_under)

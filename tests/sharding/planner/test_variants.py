@@ -172,18 +172,18 @@ def test_the_text_and_the_json_name_the_variant():
 @pytest.mark.slow
 def test_the_best_candidates_of_all_variants_are_compiled(monkeypatch):
     class Audit:
-        ok, peak_bytes, kind, message = True, 0, "ok", ""
+        ok, peak_bytes, kind, message, until = True, 0, "ok", "", "code"
 
         def __init__(self, made: Plan):
             self.step_time_us = 1.0 if made.variant["remat"] == "none" else 2.0
 
     asked = []
 
-    def verify(executable):
+    def scheduled(executable):
         asked.append((executable.plan.variant, executable.plan.chosen))
         return Audit(executable.plan)
 
-    monkeypatch.setattr(compiled_time, "verify", verify)
+    monkeypatch.setattr(compiled_time, "scheduled", scheduled)
     made = tiny(verify=4)
     assert len(asked) == 4 == len({(*variant.values(), words) for variant, words in asked})
     assert made.variant["remat"] == ("none" if any(v["remat"] == "none" for v, _ in asked) else asked[0][0]["remat"])
@@ -215,7 +215,7 @@ def test_candidates_slightly_over_the_limit_are_compiled_too(monkeypatch, compil
     assert peaks["full"] < limit
 
     class Audit:
-        message = ""
+        message, until = "", "code"
 
         def __init__(self, made: Plan):
             part = 0.5 if made.fits else compiled
@@ -224,7 +224,7 @@ def test_candidates_slightly_over_the_limit_are_compiled_too(monkeypatch, compil
             asked.append(made)
 
     asked: list[Plan] = []
-    monkeypatch.setattr(compiled_time, "verify", lambda executable: Audit(executable.plan))
+    monkeypatch.setattr(compiled_time, "scheduled", lambda executable: Audit(executable.plan))
     made = tiny(verify=2, variants=variants, memory_limit_bytes=limit)
     assert [each.fits for each in asked] == [True, True, False]
     if compiled < 1:

@@ -44,8 +44,7 @@ options, on v5e and v6e with a width of 1024 (`benchmarks/option_limits.py kept`
     tpu7x:4x4x4 fsdp:128       4096            0.745   0.42 -> 0.32 of the step
 
 `scoped-vmem` lets products have larger tiles. Left: cycles of an MLP and its gradients on one device, relative to the
-compiler's own limit (16384 rows in bfloat16; with a gate, and at a width of 2048 with gelu;
-`benchmarks/option_limits.py products`). Right: step time of two small products a layer, as above.
+compiler's own limit (16384 bfloat16 rows; `benchmarks/option_limits.py products`). Right: step time as above.
 
     chip    limit        4096 x 14336   8192 x 28672   2048 x 8192   small
     v5e     32768 KiB    0.835                                       1.061
@@ -58,9 +57,8 @@ compiler's own limit (16384 rows in bfloat16; with a gate, and at a width of 204
             65536 KiB    0.686                                       1.027
 
 The rest of the vector memory holds whole arrays, so the largest limits make small products slower. Compilation takes
-longer: the first column took 21 s on v6e and 74 s with the set, 23 and 46 s on v5p, 22 and 101 s on tpu7x, 7 and 43 s
-on v5e (278 s with 98304 KiB), on two busy cores. The recipes on which the efficiencies of v5p, v6e and tpu7x are
-calibrated (`benchmarks/recipe_calibration.py`) have large limits, too: 98304 KiB, and 61440 on tpu7x.
+longer: the first column took 7 s on v5e and 43 s with the set. The recipes on which the efficiencies of v5p, v6e and
+tpu7x are calibrated have large limits, too: 98304 KiB, and 61440 on tpu7x.
 
 With `full-memory` the scheduler may fill all of the memory. Without it, gathers become synchronous if the program needs
 more than a share of the memory, which is between 89 and 91 %. The set does not always make the step faster: a gathered
@@ -128,6 +126,7 @@ class OptionSet:
         excludes: names of sets whose options it replaces.
         default: chips whose plans have it.
         numerics: chip -> wrong numbers that were reported there. On these chips it is used only on request.
+        changes_code: whether it changes machine code alone, so schedules do not show its gain.
     """
 
     name: str
@@ -138,6 +137,7 @@ class OptionSet:
     excludes: tuple[str, ...] = ()
     default: tuple[str, ...] = ()
     numerics: Mapping[str, str] = field(default_factory=dict, hash=False)
+    changes_code: bool = False
 
 
 _FUSION = "xla_tpu_enable_async_collective_fusion"
@@ -320,6 +320,7 @@ _ALL = (
         "programs with large products",
         _always,
         default=_SPARSE_CORES,
+        changes_code=True,
     ),
     OptionSet(
         "reduction-layout",
