@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard.sharding.audit import Audit
+from autoshard.sharding.audit.aot_compile import Until
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.autotune.test_compiled_options import LAYOUT, LIMIT, VMEM, planned
 
@@ -15,7 +16,7 @@ machine_code = importlib.import_module("autoshard.sharding.autotune.machine_code
 compiled_time = importlib.import_module("autoshard.sharding.autotune.compiled_time")
 
 
-def audit(us, until="schedule", kind="ok", **more):
+def audit(us, until: Until = "schedule", kind="ok", **more):
     return Audit(kind, step_time_us=us if kind == "ok" else None, peak_bytes=1e6, program=f"{us}", until=until, **more)
 
 
