@@ -28,7 +28,7 @@ def compiler(monkeypatch):
         outcomes = {}
         made = []
 
-        def under(self, executable, options, timeout_s=1.0, until="code"):
+        def under(self, executable, options, timeout_s=1.0, until: Until = "code"):
             own = executable.plan.compiler_options["tpu"]
             name = next((n for n in (LAYOUT, VMEM) if (n, until) in self.outcomes and n in options), "own")
             if name == VMEM and own.get(VMEM) == options[VMEM]:
