@@ -1,13 +1,15 @@
 """Plan public models for pods, and write a page for each.
 
     python benchmarks/gallery.py                              plan all models for all machines, then write the pages
+    python benchmarks/gallery.py llama3.1-8b --target v5p:4x8x8 --schedule
     python benchmarks/gallery.py llama3.1-8b --target v5p:4x8x8 --compile
     python benchmarks/gallery.py --pages                      write the pages from the stored figures
 
 Every machine has 256 chips, and every chip the same share of the batch (`gallery_models.py`). The planner chooses the
 strategy, the rematerialization, the values on the host and the microbatches. With `--compile` the plan is compiled by
-the machine's own compiler, without the machine, and `estimate.py` judges the program; a figure that is stored stays
-until the plan changes. Results are stored in `results/gallery.json` after each plan, pages in `docs/gallery/`.
+the machine's own compiler, without the machine, and `estimate.py` judges the program. With `--schedule` no machine code
+is made: a plan takes seconds instead of minutes, and is judged by the roofline only. A stored figure stays until the
+plan changes. Results are stored in `results/gallery.json` after each plan, pages in `docs/gallery/`.
 
 The MFU counts the products of one step without rematerialization, divided by the step time and the chips' peak.
 """
@@ -33,6 +35,7 @@ from plan_sides import Side, side_of, unless_impossible, with_compiled
 
 from autoshard import plan
 from autoshard.models.workloads import Workload
+from autoshard.sharding.audit.aot_compile import Until
 from autoshard.sharding.machines.targets import find_target
 from autoshard.train.program import model_flops
 from autoshard.train.program.build import workload_variants
@@ -55,8 +58,8 @@ def shown_text(text: str) -> str:
     return "\n\n".join(part for part in text.split("\n\n") if not part.startswith(LEFT_OUT))
 
 
-def planned(model: str, target: str, compile_plan: bool, timeout_s: float) -> dict[str, Any]:
-    """Plan a model for a machine, and return the cell of the gallery."""
+def planned(model: str, target: str, until: Until | None, timeout_s: float) -> dict[str, Any]:
+    """Plan a model for a machine, compile the plan up to `until`, if given, and return the cell of the gallery."""
     work, since, made = gallery_workload(model, target), time.process_time(), None
     side = Side()
     with unless_impossible() as outcome:
@@ -66,10 +69,9 @@ def planned(model: str, target: str, compile_plan: bool, timeout_s: float) -> di
     if made is None:
         side = Side(problem=outcome.problem)
     planning_s = time.process_time() - since
-    if compile_plan:
-        side = with_compiled(
-            side, made, Store(f"{model}-{target.replace(':', '-')}", target, FOLDER, timeout_s), "plan", None
-        )
+    if until is not None:
+        store = Store(f"{model}-{target.replace(':', '-')}", target, FOLDER, timeout_s, until)
+        side = with_compiled(side, made, store, "plan", None)
     machine = find_target(target)
     peak = machine.devices * machine.chip.flops
     return asdict(side) | {
@@ -89,7 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help=f"default: all of {', '.join(MODELS)}")
     parser.add_argument("--target", nargs="+", default=list(TARGETS), help="default: %(default)s")
-    parser.add_argument("--compile", action="store_true", help="compile the plans too")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--compile", action="store_true", help="compile the plans too")
+    extent.add_argument("--schedule", action="store_true", help="the same without machine code; judge by the roofline")
     parser.add_argument("--missing", action="store_true", help="plan only what is not stored")
     parser.add_argument("--pages", action="store_true", help="plan nothing; write the pages")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
@@ -102,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stored = cells.get(model, {}).get(target)
             if given.missing and stored is not None:
                 continue
-            found = planned(model, target, given.compile, given.timeout)
+            until: Until | None = "code" if given.compile else "schedule" if given.schedule else None
+            found = planned(model, target, until, given.timeout)
             if stored is not None and found["compiled"] is None and _same_plan(found, stored):
                 found["compiled"] = stored["compiled"]
             row = cells.get(model, {}) | {target: found}

@@ -19,15 +19,16 @@ _INDEX = """# Gallery
 
 Plans of {models} public models for {machines} machines of 256 chips each. Every chip gets the same share of the batch:
 16,384 tokens or 64 images. Nothing was run. `predicted` is the planner's estimate. `compiled` is what an independent
-estimate (`benchmarks/estimate.py`) says about the program that the machine's own compiler made. The time by cycles uses
-the compiler's schedule, and the time by roofline uses operations and bytes.
+estimate (`benchmarks/estimate.py`) says about the program that the machine's own compiler made: a time by its cycles,
+and a time by a roofline of operations and bytes. Where there is one time, it is the roofline of the compiler's
+schedule, without machine code.
 
 A cell shows the predicted step time. Below it is the model FLOPs utilization (MFU): the products of a step without
 recomputation, divided by the step time and the chips' peak. "does not fit" means that no plan fits the memory.
 Empty cells are not planned yet; `--missing` plans them.
 
     python benchmarks/gallery.py            # plans everything again and writes these pages
-    python benchmarks/gallery.py llama3.1-8b --target v6e:16x16 --compile
+    python benchmarks/gallery.py llama3.1-8b --target v6e:16x16 --schedule
 
 {table}
 

@@ -16,6 +16,7 @@ from recipe_file import Entry
 from recipe_settings import Settings, UnavailableError, settings_of
 
 from autoshard import plan
+from autoshard.sharding.audit.aot_compile import Until
 from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.machines.options import (
     Options,
@@ -73,7 +74,9 @@ class Result:
     best_with: Side | None = None
 
 
-def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Path = FOLDER) -> Result:
+def result_of(
+    entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Path = FOLDER, until: Until = "code"
+) -> Result:
     """Plan a recipe, and compile both plans if asked to.
 
     Args:
@@ -81,6 +84,7 @@ def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Pa
         compile_plans: whether to compile the plans and let the referee judge them.
         timeout_s: seconds after which a compiler is stopped.
         folder: the folder for compiled rows.
+        until: how far programs are compiled (`compile_job`).
     """
     given = entry.recipe
     head: dict[str, Any] = {"id": entry.id}
@@ -99,7 +103,7 @@ def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Pa
     if found:
         best_with, made_with = _best_plan(settings, [name for name, _ in found])
     if compile_plans:
-        store = Store(entry.id, settings.recipe.machine, folder, timeout_s)
+        store = Store(entry.id, settings.recipe.machine, folder, timeout_s, until)
         if found and options is not None:
             without = without_reported(chip, options)
             head["recipe_without"] = with_compiled(own, own_made, store, "recipe without", without, compiler_moves=True)

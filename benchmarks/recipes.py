@@ -1,6 +1,7 @@
 """Compare the planner with step times that others measured on real pods.
 
-    python benchmarks/recipes.py [--recipes FILE] [--json OUT] [--only ID ...] [--leave-out ID ...] [--predict-only]
+    python benchmarks/recipes.py [--recipes FILE] [--json OUT] [--only ID ...] [--leave-out ID ...]
+                                 [--schedule | --predict-only]
 
 For each recipe of FILE (by default `data/recipes.toml`), two plans are made for its model, batch and machine:
 
@@ -14,7 +15,8 @@ requested. In the recipe's own plan, XLA chooses when loops move slices of stack
 program. Our own plans say it themselves (`lower/tpu/host_stacks.py`). A plan with values in host memory is also
 scheduled under the option sets `host-link` and `slow-host-link`. The fastest schedule by the roofline, with one of the
 sets or without, counts and is compiled. `verify` tries these sets, too. A compiler runs in a process of its own, with a
-time limit.
+time limit. With `--schedule`, no machine code is made: a program takes seconds instead of minutes, and is judged by the
+roofline only. Programs with stored rows keep the measures of these.
 
 Compiled rows are stored in `results/recipes/`; a program that is there, or in the compiler's cache, is not compiled
 again. A program that the compiler accepts counts, also if its arguments and temporaries exceed the memory; a star in
@@ -50,6 +52,8 @@ from recipe_rows import Result, result_of
 from referee_calibration import efficiencies
 from rich.console import Console
 
+from autoshard.sharding.audit.aot_compile import Until
+
 _SIDES = ("recipe", "best", "recipe_without", "best_with")  # of a result
 TIMEOUT_S = 600.0  # chosen: seconds after which a compiler is stopped
 
@@ -70,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for entry in entries:
         if given.only and entry.id not in given.only:
             continue
-        results.append(result_of(entry, compile_plans=not given.predict_only, timeout_s=given.timeout))
+        until: Until = "schedule" if given.schedule else "code"
+        results.append(result_of(entry, compile_plans=not given.predict_only, timeout_s=given.timeout, until=until))
         print(_line(results[-1]), flush=True)
         if given.json is not None:  # after each row, so that a run that is stopped leaves what it has
             given.json.write_text(json.dumps(_document(given, results), indent=1) + "\n")
@@ -119,7 +124,9 @@ def _parser() -> argparse.ArgumentParser:
         "--leave-out", nargs="+", default=[], metavar="ID",
         help="recipes that the figures leave out, besides those that a chip's efficiency is calibrated on",
     )  # fmt: skip
-    parser.add_argument("--predict-only", action="store_true", help="compile nothing")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--predict-only", action="store_true", help="compile nothing")
+    extent.add_argument("--schedule", action="store_true", help="make no machine code; judge by the roofline")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
     return parser
 
