@@ -13,6 +13,7 @@ from plan_rows import Row, Store
 from rich.console import Console
 from rich.table import Table
 
+from autoshard.sharding.search.constants import MOST_KIND_ERROR
 from autoshard.sharding.search.strategy_kinds import KINDS, kind_of
 
 UNASKED = ("unplanned", "rematerializations")  # what a compiler adds to a plan (`bench_formulations.audited`)
@@ -21,6 +22,21 @@ UNASKED = ("unplanned", "rematerializations")  # what a compiler adds to a plan 
 def chosen_row(store: Store) -> Row | None:
     """Return the row of the plan that the planner chose; None if it was not compiled."""
     return next((r for r in store.rows if r.side == "plan" and r.words == store.notes.get("chosen")), None)
+
+
+def verified_row(store: Store) -> Row | None:
+    """Return the row of the plan that `verify="auto"` would choose among the rows; None if it is not among them.
+
+    It is the fastest by its schedule, which the roofline judges. It is of those that the estimate finds at most
+    `MOST_KIND_ERROR` slower than the chosen plan.
+    """
+    chosen = chosen_row(store)
+    if chosen is None:
+        return None
+    most = (1 + MOST_KIND_ERROR) * chosen.predicted["step"]
+    rivals = [row for row in store.rows if row.side == "plan" and row.ok and "roofline" in row.step]
+    rivals = [row for row in rivals if row.predicted["step"] <= most]
+    return min(rivals, key=lambda row: row.step["roofline"], default=None)
 
 
 def best_expert(store: Store, measure: str = "cycles") -> Row | None:
@@ -33,6 +49,7 @@ def figures(stores: Sequence[Store]) -> dict[str, Any]:
 
     For each measure of compiled steps (`estimate.py`), over the rows that have it: `over_expert` divides the compiled
     step of the chosen plan by that of the best expert: the number of programs, the worst and the geometric mean.
+    `verified_over_expert` is the same of the plan that `verify="auto"` would choose (`verified_row`).
     `regret` divides it by that of the planner's fastest compiled plan, minus 1. `errors` are predicted over compiled
     steps of the planner's own programs, minus 1, by kind of plan. `expert_errors` are the same for the experts'
     programs, whose activations the compiler shards as it likes. `tau` is the median rank correlation of predicted and
@@ -59,23 +76,23 @@ def _audits(stores: Sequence[Store]) -> dict[str, Any]:
 
 
 def _figures(stores: Sequence[Store], measure: str) -> dict[str, Any]:
-    over, regret = [], []
+    over, verified, regret = [], [], []
     for store in stores:
+        best, expert = verified_row(store), best_expert(store, measure)
+        if best is not None and expert is not None and measure in best.step:
+            verified.append(best.step[measure] / expert.step[measure])
         chosen = chosen_row(store)
         if chosen is None or not chosen.ok or measure not in chosen.step:
             continue
-        if expert := best_expert(store, measure):
+        if expert is not None:
             over.append(chosen.step[measure] / expert.step[measure])
         if ours := _fastest(store, "plan", measure):
             regret.append(chosen.step[measure] / ours.step[measure] - 1)
     judged = [[row for row in _judged(store) if measure in row.step] for store in stores]
     taus = [value for rows in judged if (value := tau(rows, measure)) == value]
     return {
-        "over_expert": {
-            "programs": len(over),
-            "worst": max(over, default=None),
-            "mean": exp(sum(map(log, over)) / len(over)) if over else None,
-        },
+        "over_expert": _ratio_summary(over),
+        "verified_over_expert": _ratio_summary(verified),
         "regret": {"median": median(regret), "p90": p90(regret)} if regret else {},
         **{
             name: _by_kind(
@@ -88,6 +105,11 @@ def _figures(stores: Sequence[Store], measure: str) -> dict[str, Any]:
         },
         "tau": median(taus) if taus else None,
     }
+
+
+def _ratio_summary(ratios: Sequence[float]) -> dict[str, Any]:
+    mean = exp(sum(map(log, ratios)) / len(ratios)) if ratios else None
+    return {"programs": len(ratios), "worst": max(ratios, default=None), "mean": mean}
 
 
 def _named(figure: str) -> list[tuple[str, str]]:

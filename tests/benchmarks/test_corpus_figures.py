@@ -47,9 +47,22 @@ def test_figures_of_two_programs(tmp_path):
     assert "ep" not in by_cycles["errors"] and "ep" not in found["memory_errors"]  # only an expert's program has it
 
 
+def test_the_plan_that_verification_would_choose(tmp_path):
+    """The fastest schedule of the plans that may be the fastest by the estimate."""
+    one = store(
+        tmp_path, "one", "fsdp:8",
+        row("plan", "fsdp:8", 1.0, 1.0, roofline=1.0), row("plan", "tp:8", 0.9, 1.2, roofline=0.8),
+        row("plan", "cp:8", 0.5, 1.3, roofline=0.5), row("expert", "fsdp:8", 0.75, 1.0, roofline=1.0),
+    )  # fmt: skip
+    found = figures([one])
+    assert found["cycles"]["verified_over_expert"]["worst"] == pytest.approx(0.9 / 0.75)
+    assert found["roofline"]["verified_over_expert"] == {"programs": 1, "worst": 0.8, "mean": pytest.approx(0.8)}
+
+
 def test_programs_that_did_not_compile_do_not_count(tmp_path):
     found = figures([store(tmp_path, "one", "fsdp:8")])
-    nothing = {"over_expert": {"programs": 0, "worst": None, "mean": None}, "regret": {}, "tau": None}
+    none = {"programs": 0, "worst": None, "mean": None}
+    nothing = {"over_expert": none, "verified_over_expert": none, "regret": {}, "tau": None}
     nothing |= {"errors": {}, "expert_errors": {}}
     assert found["programs"] == 1 and found["cycles"] == found["joined"] == nothing
 
