@@ -18,7 +18,7 @@ from math import prod
 HBM, ON_CHIP, HOST = 0, 1, 5
 BITS = {"pred": 8, "token": 0, "opaque": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4}
 ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](?:\{([^}]*)\})?")
-CLOSING = re.compile(r"\}(\s*//.*)?")  # the last line of a computation
+CLOSING = re.compile(r'\}(, execution_thread="[^"]*")?(\s*//.*)?')  # the last line of a computation
 INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 
 

@@ -32,7 +32,7 @@ _LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 _OPCODE = re.compile(r" ?([\w\-]+)\(")
 _BRACKET = re.compile(r"[()]")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)\s*\(.*\{\s*$")
-_END = re.compile(r"\}(\s*//.*)?")
+_END = re.compile(r'\}(, execution_thread="[^"]*")?(\s*//.*)?')
 _COMPILING = re.compile(r"audit[/\\](compiler_process|export)\.py$")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 

@@ -85,6 +85,32 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     assert [i.name for i in program.entry.instructions] == ["a", "k", "r"]
 
 
+def test_a_computation_of_a_sparse_core():
+    """Its last line names the thread. A program without machine code has such computations."""
+    program = parse_program(
+        """HloModule step, is_scheduled=true, num_partitions=2
+
+%called (p: f32[8]) -> f32[4] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %scattered = f32[4]{0} reduce-scatter(%p), replica_groups={{0,1}}, dimensions={0}, to_apply=%add
+}, execution_thread="sparsecore"
+
+%wrapped (q: f32[8]) -> f32[4] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %call = f32[4]{0} call(%q), to_apply=%called
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: f32[8]) -> f32[4] {
+  %a = f32[8]{0} parameter(0)
+  %start = ((f32[8]{0}), f32[4]{0}, s32[]) async-start(%a), async_execution_thread="sparsecore", calls=%wrapped
+  ROOT %done = f32[4]{0} async-done(%start)
+}
+"""
+    )
+    names = [inner.name for _, inner in program.inside(program.entry.by_name["start"])]
+    assert names == ["q", "call", "p", "scattered"]
+
+
 def test_a_text_that_is_not_a_program_raises():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse_program("not a program")
