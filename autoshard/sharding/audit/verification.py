@@ -200,7 +200,8 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
     exposed = sum(c.exposed_us for c in collectives)
     transfers = compiled_transfers(schedule.transfers.values())
     waits = sum(t.exposed_us for t in transfers)
-    compute_us = totals.compute_us if totals.cycles else totals.roofline_us
+    cycles = totals.cycles if predicted.until == "code" else 0.0  # without machine code, only kernels have any
+    compute_us = totals.compute_us if cycles else totals.roofline_us
     return replace(
         predicted,
         collectives=collectives,
@@ -211,9 +212,9 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
         modules=modules,
         kernels=schedule.kernel_runs,
         notes=(*predicted.notes, *_notes(program, schedule)),
-        cycles=totals.cycles or None,
+        cycles=cycles or None,
         compute_us=compute_us,
-        compute_us_cycles=totals.cycles / clock * 1e6 if clock and totals.cycles else None,
+        compute_us_cycles=cycles / clock * 1e6 if clock and cycles else None,
         compute_us_roofline=totals.roofline_us,
         comm_us=sum(c.wire_us for c in collectives),
         exposed_us=exposed,

@@ -5,6 +5,9 @@ a computation run in the order in which they are printed. An instruction is one 
 
     [ROOT] %name = shape opcode(operands), attribute=value, ..., metadata={...}, backend_config={...}
 
+An asynchronous slice is one line in the text of a program with machine code, `dynamic-slice-start(...)`. A dump writes
+it as `async-start(...), calls=%computation`, with the slice in that computation. Both are parsed to the first form.
+
 A shape is `f32[8,256]{1,0:T(8,128)S(1)}` or a tuple of shapes. `S(n)` in its layout is the memory space: 1 is a TPU
 core's on-chip memory, 5 the host's memory, none the device's main memory. Sizes do not include the padding of tiles.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,6 +27,7 @@ MAIN_MEMORY, HOST_MEMORY = 0, 5
 # names a scalar function.
 BODIES = ("calls", "called_computations", "branch_computations", "true_computation", "false_computation")
 TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+SLICES = ("slice", "dynamic-slice", "dynamic-update-slice")
 # Opcodes that forward their operands unchanged.
 FORWARDING = ("bitcast", "copy", "get-tuple-element", "opt-barrier", "optimization-barrier", "reshape", "tuple")
 
@@ -33,6 +37,7 @@ _OPCODE = re.compile(r" ?([\w\-]+)\(")
 _BRACKET = re.compile(r"[()]")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)\s*\(.*\{\s*$")
 _END = re.compile(r'\}(, execution_thread="[^"]*")?(\s*//.*)?')
+_CALLS = re.compile(r"(^|(?<=, ))calls=%?[\w.\-]+(, )?")
 _COMPILING = re.compile(r"audit[/\\](compiler_process|export)\.py$")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
@@ -262,8 +267,24 @@ def parse_program(text: str) -> Program:
             entry, table = head[2] if head[1] else entry, None
     if not entry:
         raise ValueError("no ENTRY computation: pass the text of a compiled program")
+    for each in computations.values():
+        _name_slices(each, computations)
     partitions = re.search(r"num_partitions=(\d+)", text.partition("\n\n")[0])
     return Program(computations, computations[entry], int(partitions[1]) if partitions else 1, tables)
+
+
+def _name_slices(computation: Computation, computations: Mapping[str, Computation]) -> None:
+    """Give asynchronous slices that call a computation the opcodes that they have without it."""
+    for i in computation.instructions:
+        if i.opcode == "async-start":
+            body = computations.get(i.attribute("calls"))
+            if body is not None and body.root.opcode in SLICES and len(body.instructions) == len(body.parameters) + 1:
+                i.opcode = f"{body.root.opcode}-start"
+                i.attributes = _CALLS.sub("", i.attributes)
+        elif i.opcode in ("async-update", "async-done"):
+            starts = computation.operands_of(i)[:1]
+            if starts and starts[0].base in SLICES:
+                i.opcode = i.opcode.replace("async", starts[0].base)
 
 
 def _unwrapped(text: str) -> Iterator[str]:

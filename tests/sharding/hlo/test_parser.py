@@ -111,6 +111,32 @@ ENTRY %main (a: f32[8]) -> f32[4] {
     assert names == ["q", "call", "p", "scattered"]
 
 
+def test_an_asynchronous_slice_of_a_dump():
+    """A dump writes it as a call of a computation. It is parsed to what the text of machine code has."""
+    text = """HloModule step, is_scheduled=true
+
+%sliced (p: f32[4,8], i: s32[]) -> f32[1,8] {{
+  %p = f32[4,8]{{1,0:S(5)}} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %slice = f32[1,8]{{1,0}} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={{1,8}}
+}}
+
+ENTRY %main (a: f32[4,8], n: s32[]) -> f32[1,8] {{
+  %a = f32[4,8]{{1,0:S(5)}} parameter(0)
+  %n = s32[] parameter(1)
+  %start = ((f32[4,8]{{1,0:S(5)}}, s32[]), f32[1,8]{{1,0}}, u32[]) {0}, metadata={{op_name="layer"}}
+  %update = ((f32[4,8]{{1,0:S(5)}}, s32[]), f32[1,8]{{1,0}}, u32[]) {1}-update(%start)
+  ROOT %done = f32[1,8]{{1,0}} {1}-done(%update)
+}}
+"""
+    dump = parse_program(text.format("async-start(%a, %n), calls=%sliced", "async"))
+    code = parse_program(text.format("dynamic-slice-start(%a, %n)", "dynamic-slice"))
+    start, update, done = dump.entry.instructions[2:]
+    assert [i.opcode for i in dump.entry.instructions] == [i.opcode for i in code.entry.instructions]
+    assert (start.base, update.opcode, done.opcode) == ("dynamic-slice", "dynamic-slice-update", "dynamic-slice-done")
+    assert not start.called and start.op_name == "layer" and start.attributes == code.entry.instructions[2].attributes
+
+
 def test_a_text_that_is_not_a_program_raises():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse_program("not a program")

@@ -66,5 +66,10 @@ def test_the_inputs_of_layers_wait_on_the_host() -> None:
     assert audit.host_bytes == made.estimate.host_memory_bytes == stack
     sent = [t for t in audit.transfers if t.to_host]
     back = [t for t in audit.transfers if not t.to_host]
-    assert sum(t.bytes * t.trips for t in sent) == sum(t.bytes * t.trips for t in back) == stack
+    assert sum(t.bytes * t.trips for t in sent) == stack
+    assert sum(t.bytes * t.trips for t in back) == stack + stack / LAYERS, "each iteration fetches for the next one"
     assert {t.name.partition(".")[0] for t in audit.transfers} >= {"dynamic-slice-start", "dynamic-update-slice-start"}
+    scheduled = made.verify(until="schedule")
+    transfers = [[(t.name, t.bytes, t.trips, t.to_host) for t in each.transfers] for each in (scheduled, audit)]
+    assert sorted(transfers[0]) == sorted(transfers[1])
+    assert scheduled.host_us == pytest.approx(audit.host_us) and scheduled.cycles is None
