@@ -425,7 +425,7 @@ def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
         ("gpt-tiny --microbatches 3", "a batch of 16 does not divide into 3 microbatches"),
         ("gpt-tiny --microbatches some", "--microbatches: 'some' is neither auto nor a number"),
         ("gpt-tiny --verify -1", "verify is -1"),
-        ("gpt-tiny --verify all", "--verify: 'all' is neither auto nor a number"),
+        ("gpt-tiny --verify all", "--verify: 'all' is neither auto, nor schedule, nor a number"),
         ("gpt-tiny --verify 2 --verify-timeout-s 60", "it applies only to verify='auto'"),
     ],
 )
@@ -434,14 +434,22 @@ def test_a_named_model_that_cannot_be_planned(arguments: str, message: str, caps
     assert message in capsys.readouterr().err
 
 
-COMPILES = "autoshard plan: compiles the fastest plans to compare them, for up to {} s; --verify 0 compiles none\n"
+COMPILES = "autoshard plan: {} the fastest plans to compare them, for up to {} s; --verify 0 does not\n"
 
 
 @pytest.mark.parametrize(
     ("verify", "timeout_s", "target", "missing", "found", "said"),
     [
-        (None, None, "v5e:2x4", None, {"verify": "auto"}, COMPILES.format(600)),
-        (None, 60.0, "v5e:2x4", None, {"verify": "auto", "verify_timeout_s": 60.0}, COMPILES.format(60)),
+        (None, None, "v5e:2x4", None, {"verify": "schedule"}, COMPILES.format("schedules", 600)),
+        (None, None, "h100:8", None, {"verify": "auto"}, COMPILES.format("compiles", 600)),
+        (
+            None,
+            60.0,
+            "v5e:2x4",
+            None,
+            {"verify": "schedule", "verify_timeout_s": 60.0},
+            COMPILES.format("schedules", 60),
+        ),
         (None, None, "h100:8", "pip install it", {}, "autoshard plan: plans are not compiled: pip install it\n"),
         (None, None, "cpu:8", None, {}, ""),
         (None, 60.0, "cpu:8", None, {"verify": "auto", "verify_timeout_s": 60.0}, ""),

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
 
-AUTO = "auto"
+AUTO, SCHEDULE = "auto", "schedule"
 
 
 @shown
@@ -63,12 +63,25 @@ def auto_or_number(text: str) -> int | Literal["auto"]:
     Raises:
         argparse.ArgumentTypeError: The text is neither.
     """
-    if text == AUTO:
-        return AUTO
+    return AUTO if text == AUTO else _number(text, "neither auto nor a number")
+
+
+def verification_or_number(text: str) -> int | Literal["auto", "schedule"]:
+    """Parse the value of `--verify`: a number, `auto` or `schedule`.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is none of them.
+    """
+    if text in (AUTO, SCHEDULE):
+        return AUTO if text == AUTO else SCHEDULE
+    return _number(text, "neither auto, nor schedule, nor a number")
+
+
+def _number(text: str, otherwise: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is {otherwise}") from None
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -39,12 +39,12 @@ class PlanCommand(TrainConfig):
     """Write the plan as JSON to this file; - prints JSON instead of the table."""
     html: Path | None = None
     """Write the plan as an HTML page to this file."""
-    verify: int | Literal["auto"] | None = None
+    verify: int | Literal["auto", "schedule"] | None = None
     """Number of best plans to compile for the target, or auto: as few as it takes to find the fastest kind of plan.
-    The best is shown with the compiler's findings. The default is auto for TPUs and GPUs whose compiler is installed,
-    else 0."""
+    The best is shown with the compiler's findings. schedule: like auto, without machine code. The default is schedule
+    for TPUs and auto for GPUs, if their compiler is installed, else 0."""
     verify_timeout_s: float | None = None
-    """Seconds for all compilations of --verify auto; by default 600."""
+    """Seconds for all compilations of --verify auto or schedule; by default 600."""
     show: Literal["program"] | None = None
     """Print the traced step instead of a plan: its scans, what crosses from the forward to the backward pass."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from autoshard.commands.arguments import AUTO, auto_or_number, parser
+from autoshard.commands.arguments import AUTO, auto_or_number, parser, verification_or_number
 from autoshard.errors import ConfigError
 
 
@@ -109,15 +109,15 @@ def plan_parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="set another field of the model's config"
     )
     options.add_argument(
-        "--verify", type=auto_or_number, nargs="?", const=1, metavar="K|auto",
+        "--verify", type=verification_or_number, nargs="?", const=1, metavar="K|auto|schedule",
         help="compile the K best plans (without a number, one plan) for the target and show the compiler's findings. "
-        "auto: compile as few plans as it takes to find the fastest kind of plan. Default: auto for TPUs and GPUs "
-        "whose compiler is installed, else 0",
+        "auto: compile as few plans as it takes to find the fastest kind of plan. schedule: the same without machine "
+        "code, in seconds. Default: schedule for TPUs and auto for GPUs, if their compiler is installed, else 0",
     )  # fmt: skip
     options.add_argument(
         "--verify-timeout-s", type=float, metavar="SECONDS",
-        help="time limit for all compilations of --verify auto together (default: 600); then the best plan so far is "
-        "shown",
+        help="time limit for all compilations of --verify auto or schedule together (default: 600); then the best plan "
+        "so far is shown",
     )  # fmt: skip
     options.add_argument(
         "--measure", type=int, default=0, metavar="K",

@@ -6,21 +6,24 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from autoshard.commands.arguments import AUTO
+from autoshard.commands.arguments import AUTO, SCHEDULE
 
 
 def verification(
-    verify: int | Literal["auto"] | None, timeout_s: float | None, options: Mapping[str, Any], measure: int = 0
+    verify: int | Literal["auto", "schedule"] | None,
+    timeout_s: float | None,
+    options: Mapping[str, Any],
+    measure: int = 0,
 ) -> dict[str, Any]:
     """Return the options `verify` and `verify_timeout_s` of a plan.
 
-    The default is `verify="auto"` for TPUs and GPUs; a line on standard error says how long that may take. If their
-    compiler is missing, nothing is compiled, and the line says what to install. By default, plans for CPUs and plans
+    The default is `schedule` for TPUs and `auto` for GPUs, whose compilers do not stop at the schedule. A line on
+    standard error says how long that may take. If their compiler is missing, nothing is compiled, and the line says what to install. By default, plans for CPUs and plans
     that are measured are not compiled.
 
     Args:
-        verify: the number of plans to compile, `auto`, or None for the default.
-        timeout_s: seconds for all compilations of `auto`.
+        verify: the number of plans to compile, `auto`, `schedule`, or None for the default.
+        timeout_s: seconds for all compilations of `auto` or `schedule`.
         options: the other options of the plan.
         measure: the number of plans to run.
     """
@@ -37,12 +40,12 @@ def verification(
         print(f"autoshard plan: plans are not compiled: {missing}", file=sys.stderr)
         return {}
     seconds = SETTLING_S if timeout_s is None else timeout_s
+    word, what = (SCHEDULE, "schedules") if platform == "tpu" else (AUTO, "compiles")
     print(
-        f"autoshard plan: compiles the fastest plans to compare them, for up to {seconds:g} s; "
-        "--verify 0 compiles none",
+        f"autoshard plan: {what} the fastest plans to compare them, for up to {seconds:g} s; --verify 0 does not",
         file=sys.stderr,
     )
-    return found | {"verify": AUTO}
+    return found | {"verify": word}
 
 
 def _platform(target: str | None) -> str:

@@ -46,7 +46,7 @@ def auto_shard(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
-    verify: int | Literal["auto"] = 0,
+    verify: int | Literal["auto", "schedule"] = 0,
     verify_timeout_s: float | None = None,
     measure: int = 0,
     strict: bool = False,
@@ -137,7 +137,7 @@ def plan(
     allow_numerics: bool | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
-    verify: int | Literal["auto"] = 0,
+    verify: int | Literal["auto", "schedule"] = 0,
     verify_timeout_s: float | None = None,
     measure: int = 0,
     strict: bool = False,
@@ -225,9 +225,10 @@ def plan(
             and 50 %, if they are estimated to be faster. XLA rematerializes what does not fit. With "auto",
             compiles the fastest plans of different kinds (fsdp, tp, cp, ep, hybrids). It stops when no other kind can
             be faster than the best compiled plan, within the error of the estimate. The results are kept for the next
-            plan of `fn`. If the compiler of the target is not installed, or rejects the target, a warning says so, and
+            plan of `fn`. On TPUs, plans are compared by their schedules, in seconds, and machine code is made for the
+            fastest alone, which takes minutes. "schedule" is "auto" without machine code. If the compiler of the target is not installed, or rejects the target, a warning says so, and
             the estimate decides.
-        verify_timeout_s: seconds for all compilations of `verify="auto"`, by default 600. After this time, the best
+        verify_timeout_s: seconds for all compilations of "auto" and "schedule", by default 600. After this time, the best
             plan so far is chosen, and its notes name the kinds that are not settled.
         measure: number of best plans to run for some steps on the attached devices; the fastest is kept. Inputs have
             generated values, and one plan at a time is in memory. The winner may differ from run to run. Programs with

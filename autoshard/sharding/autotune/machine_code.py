@@ -19,6 +19,8 @@ from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.planner.bound_plan import BoundPlan
 
+NO_CODE = "the program is scheduled, without machine code; plan.verify() or verify=1 makes it, which takes minutes"
+
 
 def scheduled(executable: Executable, timeout_s: float = TIMEOUT_S) -> Audit:
     """Compile a plan up to its schedule, under its own options.
@@ -30,7 +32,9 @@ def scheduled(executable: Executable, timeout_s: float = TIMEOUT_S) -> Audit:
     return verify_under(executable, requested_options(executable.plan, None).options, timeout_s, "schedule")
 
 
-def with_code(bound: BoundPlan, own: Audit, limit: float, until: float = math.inf) -> tuple[BoundPlan, Audit]:
+def with_code(
+    bound: BoundPlan, own: Audit, limit: float, until: float = math.inf, code: bool = True
+) -> tuple[BoundPlan, Audit]:
     """Choose compiler options for a plan, and compile it to machine code under them.
 
     Option sets are compared by their schedules, and those that change only machine code by that.
@@ -40,24 +44,31 @@ def with_code(bound: BoundPlan, own: Audit, limit: float, until: float = math.in
         own: its audit by `scheduled`; it compiles and fits.
         limit: bytes of one device.
         until: the value of `time.monotonic()` after which nothing is compiled.
+        code: whether to make machine code, and not to stop at the schedule.
 
     Returns:
-        The plan with the chosen options, and its audit. If the time ends first, the audit is that of the schedule. If
-        the compiler fails, the audit says so.
+        The plan with the chosen options, and its audit. If the time ends before there is machine code, the audit is
+        that of the schedule. If the compiler fails, the audit says so.
     """
     if own.until == "code":
         return fastest_options(bound, own, limit, until)
     chosen, audit = fastest_options(bound, own, limit, until, lambda each: not each.changes_code)
+    if not code:
+        return _with_note(chosen, NO_CODE), audit
     left = until - time.monotonic()
-    code = verify(chosen.executable, timeout_s=min(left, TIMEOUT_S)) if left > 0 else None
-    if code is None or code.kind == "timeout":
+    made = verify(chosen.executable, timeout_s=min(left, TIMEOUT_S)) if left > 0 else None
+    if made is None or made.kind == "timeout":
         note = f"there is no machine code: the {time_text(max(left, 0.0) * 1e6)} that were left did not suffice"
-        return chosen.where(notes=(*chosen.plan.notes, note)), audit
-    if code.ok:
-        return fastest_options(chosen, code, limit, until, lambda each: each.changes_code)
+        return _with_note(chosen, note), audit
+    if made.ok:
+        return fastest_options(chosen, made, limit, until, lambda each: each.changes_code)
     if chosen.plan.compiler_options == bound.plan.compiler_options:
-        return chosen, code
-    reason = f"{code.kind}{code.message and ': ' + code.message[:COMPILER_MESSAGE_CHARS]}"
+        return chosen, made
+    reason = f"{made.kind}{made.message and ': ' + made.message[:COMPILER_MESSAGE_CHARS]}"
     note = f"the option set was dropped, because there is no machine code under it ({reason})"
     own_code = verify(bound.executable, timeout_s=max(until - time.monotonic(), 1.0))
-    return bound.where(notes=(*chosen.plan.notes, note)), own_code
+    return _with_note(bound.where(notes=chosen.plan.notes), note), own_code
+
+
+def _with_note(bound: BoundPlan, note: str) -> BoundPlan:
+    return bound.where(notes=(*bound.plan.notes, note))

@@ -15,7 +15,8 @@ from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.shortlist import Shortlist, fastest_of_all
 from autoshard.sharding.planner.variants import PlannedVariant, fastest
 
-AUTO = "auto"
+AUTO, SCHEDULE = "auto", "schedule"
+WORDS = (AUTO, SCHEDULE)  # values of `verify` that are no numbers
 
 
 @shown
@@ -26,12 +27,14 @@ class Selection:
     Attributes:
         shortlist: how the best candidates are compared; None to choose by the estimate, or to settle the kinds.
         settling_s: seconds for the compilations that settle which kind is the fastest; 0 for no such comparison.
+        code: whether the plan that is settled gets machine code.
         attached: whether the plan is for the attached devices.
         variants: whether the program has variants. Without variants, the shortlist applies within its search.
     """
 
     shortlist: Shortlist | None = None
     settling_s: float = 0.0
+    code: bool = True
     attached: bool = True
     variants: bool = False
 
@@ -53,7 +56,7 @@ class Selection:
             replan: plans the program of a plan again under another strategy; returns None if that raises an error.
         """
         if self.settling_s:
-            return settled(made, replan, self.settling_s, self.attached)
+            return settled(made, replan, self.settling_s, self.attached, self.code)
         if self.shortlist and self.variants:
             return fastest_of_all(made, self.shortlist, replan)
         return fastest(made)
@@ -67,8 +70,9 @@ def requested_selection(options: Mapping[str, Any], variants: bool) -> Selection
         variants: whether the program has variants.
     """
     verify, measure, attached = options.get("verify", 0), options.get("measure", 0), options.get("target") is None
-    if verify == AUTO:
-        return Selection(None, options.get("verify_timeout_s") or SETTLING_S, attached, variants)
+    if verify in WORDS:
+        seconds = options.get("verify_timeout_s") or SETTLING_S
+        return Selection(None, seconds, verify != SCHEDULE, attached, variants)
     if measure:
         return Selection(Shortlist(measure, fastest_measured), variants=variants)
     if not verify:

@@ -1,19 +1,19 @@
-"""`verify="auto"`: compiles the fewest plans that settle which kind of plan is the fastest.
+"""`verify="auto"` and `verify="schedule"`: compile the fewest plans that settle which kind of plan is the fastest.
 
 The estimate compares plans of one kind well, and plans of different kinds less well (`search.constants`). So the
 fastest plan of each kind is a contender if, within the error of the estimate, it may be the fastest of all. Contenders
 are compiled one after another, up to the schedule where the compiler stops there (`machine_code`):
 
-    first    the fastest by the estimate, unless there is no other contender, its memory certainly fits, and it moves
-             nothing to the host's memory. Such transfers depend on compiler options
+    first    the fastest by the estimate. With `auto` unless there is no other contender, its memory certainly fits, and
+             it moves nothing to the host's memory. Such transfers depend on compiler options
     next     the fastest of those that may still be faster than the best compiled plan. The expected time of a contender
              is its estimate, times the mean ratio of compiled to estimated time so far
     end      no contender may be faster, or the time is over
 
 A contender that does not compile or fit is replaced by the next plan of its kind that needs less memory. One more
 contender is the fastest plan that exceeds the memory by the estimate, because XLA rematerializes what does not fit. The
-winner is also compared under other compiler options, and compiled to machine code. If that fails, the next best plan
-wins. The results are kept (`lessons`), so planning the same program again compiles only new plans.
+winner is also compared under other compiler options. With `auto` it is then compiled to machine code; if that fails, the
+next best plan wins. The results are kept (`lessons`), so planning the same program again compiles only new plans.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Settling:
         made: the variants, each with its plan.
         replan: plans the program of a plan again under another strategy; returns None if that raises an error.
         seconds: time for all compilations.
+        code: whether the best plan gets machine code (`auto`).
         started: the value of `time.monotonic()` at the start.
         compiled: the plans with their lessons, in the order of compilation. Plans with a known lesson are among them.
         audits: index in `compiled` -> the audit, unless the lesson was known.
@@ -89,6 +90,7 @@ class Settling:
     made: Sequence[PlannedVariant]
     replan: Replan
     seconds: float
+    code: bool = True
     started: float = field(default_factory=lambda: time.monotonic())
     compiled: list[tuple[Contender, BoundPlan, Lesson]] = field(default_factory=list)
     audits: dict[int, Audit] = field(default_factory=dict)
@@ -116,7 +118,7 @@ class Settling:
         ahead = fastest(self.made)
         heads = [queue[0] for queue in queues.values()]
         rivals = [each for each in heads if each.step_us <= (1 + MOST_KIND_ERROR) * ahead.plan.estimate.step_time_us]
-        if len(rivals) < 2 and self._is_certain(ahead):
+        if self.code and len(rivals) < 2 and self._is_certain(ahead):
             return _alone(ahead, heads)
         while queues and self.left > 0:
             kind = min(queues, key=lambda kind: queues[kind][0].step_us)
@@ -176,7 +178,7 @@ class Settling:
             own = next(n for n, each in enumerate(self.compiled) if each is self.best)
             contender, bound, lesson = self.compiled[own]
             schedule = self.audits.get(own) or scheduled(bound.executable, max(self.left, 1.0))
-            found, audit = with_code(bound, schedule, self.limit, self.started + self.seconds)
+            found, audit = with_code(bound, schedule, self.limit, self.started + self.seconds, self.code)
             if audit.ok or audit.kind == "timeout":
                 added = [*self._comparison(bound, lesson, schedule), *found.plan.notes[len(bound.plan.notes) :], *notes]
                 return found.where(notes=(*bound.plan.notes, *added), audits=(audit,))
@@ -233,8 +235,10 @@ def contenders(made: Sequence[PlannedVariant], limit: float) -> Iterator[tuple[s
         yield OVER, [Contender(best.step_us, best.peak_bytes, best.variant, best.strategy, OVER)]
 
 
-def settled(made: Sequence[PlannedVariant], replan: Replan, seconds: float, attached: bool) -> BoundPlan:
-    """Return the plan that `verify="auto"` chooses.
+def settled(
+    made: Sequence[PlannedVariant], replan: Replan, seconds: float, attached: bool, code: bool = True
+) -> BoundPlan:
+    """Return the plan that `verify="auto"` or `verify="schedule"` chooses.
 
     Args:
         made: the variants, each with its plan.
@@ -242,12 +246,13 @@ def settled(made: Sequence[PlannedVariant], replan: Replan, seconds: float, atta
         seconds: time for all compilations.
         attached: whether the plan is for the attached devices. Then process 0 decides for all processes, because clocks
             and files of processes differ.
+        code: whether the plan gets machine code (`auto`).
     """
     if not attached or jax.process_count() == 1:
-        return _settled_here(made, replan, seconds)
+        return _settled_here(made, replan, seconds, code)
     text = ""
     if jax.process_index() == 0:
-        chosen = _settled_here(made, replan, seconds).plan
+        chosen = _settled_here(made, replan, seconds, code).plan
         text = json.dumps([chosen.variant, chosen.chosen, chosen.compiler_options, chosen.notes], default=str)
     texts = exchange("verify='auto'", text, DEADLINE_S + 2 * seconds)
     variant, strategy, options, notes = json.loads(texts[0])
@@ -261,13 +266,13 @@ def settled(made: Sequence[PlannedVariant], replan: Replan, seconds: float, atta
     return variant_table(found, choice, made).where(compiler_options=options, notes=tuple(notes))
 
 
-def _settled_here(made: Sequence[PlannedVariant], replan: Replan, seconds: float) -> BoundPlan:
+def _settled_here(made: Sequence[PlannedVariant], replan: Replan, seconds: float, code: bool) -> BoundPlan:
     """Return the plan that this process chooses; the fastest by the estimate if no compiler supports the target."""
     bound = made[0][1]
     try:
         reason = missing_compiler(compile_target(bound.plan.target).platform)
         if reason is None:
-            return Settling(made, replan, seconds).plan()
+            return Settling(made, replan, seconds, code).plan()
     except AuditError as error:
         reason = str(error)
     warnings.warn(f"auto_shard({bound.plan.function}): the plan is not verified: {reason}", AutoshardWarning,

@@ -8,6 +8,7 @@ from typing import Any
 
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
+from autoshard.sharding.autotune.selection import WORDS
 from autoshard.sharding.layout.plan_request import Table
 from autoshard.sharding.machines.device_mesh import mesh_sizes
 from autoshard.sharding.machines.option_requests import read_request
@@ -39,7 +40,7 @@ def checked_options(
     """Check the types and values of a plan's options.
 
     Args:
-        verify: number of plans to compile, or "auto".
+        verify: number of plans to compile, "auto" or "schedule".
         measure: number of plans to run.
         offload: what waits in host memory; None for nothing, or for what a given plan moves.
         compiler_options: the requested options for XLA.
@@ -49,7 +50,7 @@ def checked_options(
         microbatches: the number of microbatches; None for 1, or for that of a given plan.
         schedule: the schedule of the plan's pipeline; None to choose it, or for that of a given plan.
         allow_numerics: whether microbatches may change the results; None for no, or for what a given plan does.
-        verify_timeout_s: seconds for all compilations of `verify="auto"`; None for the default.
+        verify_timeout_s: seconds for all compilations of `verify="auto"` or "schedule"; None for the default.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
@@ -60,15 +61,17 @@ def checked_options(
         PlanError: an option is invalid; the message names it.
     """
     for name, count, what in (("verify", verify, "compile for the target"), ("measure", measure, "run")):
-        if name == "verify" and count == "auto":
+        if name == "verify" and count in WORDS:
             continue
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise PlanError(f"{name} is {short_repr(count)}; give the number of plans to {what}, 0 for none"
-                            f"{', or auto' * (name == 'verify')}")  # fmt: skip
+                            f"{', or auto, or schedule' * (name == 'verify')}")  # fmt: skip
     if verify and measure:
         raise PlanError(f"verify is {verify} and measure is {measure}; both choose among the best plans: give only one")
-    if verify_timeout_s is not None and verify != "auto":
-        raise PlanError(f"verify_timeout_s is {short_repr(verify_timeout_s)}, but it applies only to verify='auto'")
+    if verify_timeout_s is not None and verify not in WORDS:
+        raise PlanError(
+            f"verify_timeout_s is {short_repr(verify_timeout_s)}, but it applies only to verify='auto' and 'schedule'"
+        )
     if verify_timeout_s is not None and not (_is_positive(verify_timeout_s) and math.isfinite(verify_timeout_s)):
         raise PlanError(f"verify_timeout_s is {short_repr(verify_timeout_s)}; give a positive number of seconds")
     request, limit, target = options["plan"], options["memory_limit_bytes"], options["target"]

@@ -5,6 +5,7 @@ import importlib
 import pytest
 
 from autoshard.sharding.audit import Audit, AuditError
+from autoshard.sharding.audit.aot_compile import Until
 from autoshard.sharding.audit.requested_options import requested_options
 from tests.sharding.autotune.test_compiled_options import planned
 
@@ -45,7 +46,7 @@ def fake_compiler(monkeypatch, programs):
     """
     compiled = []
 
-    def compile_under(executable, options, timeout_s=0.0, until="code"):
+    def compile_under(executable, options, timeout_s=0.0, until: Until = "code"):
         compiled.extend([dict(options)] * (until == "code"))
         digest = next((program for name, program in programs.items() if name in options), "plain")
         dropped = tuple(name for name in options if name.startswith("xla_unknown"))
@@ -71,7 +72,7 @@ def test_options_without_effect_are_named(monkeypatch):
 def test_options_that_change_only_machine_code_have_an_effect(monkeypatch):
     """Their schedules are the same, so machine code is compared."""
 
-    def compile_under(executable, options, timeout_s=0.0, until="code"):
+    def compile_under(executable, options, timeout_s=0.0, until: Until = "code"):
         program = str("xla_tiles" in options) if until == "code" else "schedule"
         return Audit("ok", step_time_us=1.0, program=program, options=dict(options), until=until)
 

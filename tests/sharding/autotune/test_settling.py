@@ -68,7 +68,11 @@ class Compiler:
         peak = made.estimate.peak_memory_bytes
         return Audit(self.kinds.get(kind, "ok"), step_time_us=us, peak_bytes=peak, options=made.compiler_options["tpu"])
 
-    def with_code(self, bound: BoundPlan, audit: Audit, limit: float, until: float) -> tuple[BoundPlan, Audit]:
+    def with_code(
+        self, bound: BoundPlan, audit: Audit, limit: float, until: float, code: bool
+    ) -> tuple[BoundPlan, Audit]:
+        if not code:
+            return bound, audit
         self.coded.append(bound.plan.chosen)
         kind = self.codes.get(kind_of(bound.plan.chosen), "ok")
         return bound, replace(audit, kind=kind)
@@ -121,6 +125,12 @@ def test_a_kind_far_ahead_is_not_compiled(compiler: Compiler) -> None:
     assert made.notes[-1].startswith("verify='auto' compiled nothing: by the estimate, the next kind, fsdp, takes 1.")
 
 
+def test_a_kind_far_ahead_is_scheduled_on_request(compiler: Compiler) -> None:
+    x = jax.ShapeDtypeStruct((256, 2048), "bfloat16")
+    made = plan(step, SHAPES[0], x, target="v5e:2x4", verify="schedule")
+    assert compiler.compiled == [made.chosen] and not compiler.coded and made.audits
+
+
 def test_a_plan_that_may_not_fit_is_compiled_though_it_is_far_ahead(compiler: Compiler) -> None:
     shapes = SHAPES[0], jax.ShapeDtypeStruct((256, 2048), "bfloat16")
     best = plan(step, *shapes, target="v5e:2x4")
@@ -149,6 +159,8 @@ def test_a_plan_that_needs_less_memory_takes_the_place_of_one_that_does_not_fit(
 def test_machine_code_is_made_for_the_winner_alone(compiler: Compiler) -> None:
     made = planned()
     assert compiler.coded == [made.chosen] and len(compiler.compiled) > 1
+    again = planned(verify="schedule")
+    assert again.chosen == made.chosen and len(compiler.coded) == 1
 
 
 def test_a_plan_without_machine_code_is_replaced_by_the_next_best(compiler: Compiler) -> None:
@@ -284,7 +296,7 @@ from autoshard.sharding.search.strategy_kinds import kind_of
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 def scheduled(executable, timeout_s):
     return Audit("ok", step_time_us=1.0 if kind_of(executable.plan.chosen) == "fsdp" else 9.0, peak_bytes=1.0)
-def with_code(bound, audit, limit, until):
+def with_code(bound, audit, limit, until, code):
     return bound.where(compiler_options={"cpu": {"xla_cpu_enable_fast_math": False}}), audit
 settling.scheduled, settling.with_code, settling.MOST_KIND_ERROR = scheduled, with_code, 99.0
 # Process 1 has no compiler: process 0 decides for it.
