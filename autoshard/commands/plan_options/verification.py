@@ -18,8 +18,8 @@ def verification(
     """Return the options `verify` and `verify_timeout_s` of a plan.
 
     The default is `schedule` for TPUs and `auto` for GPUs, whose compilers do not stop at the schedule. A line on
-    standard error says how long that may take. If their compiler is missing, nothing is compiled, and the line says what to install. By default, plans for CPUs and plans
-    that are measured are not compiled.
+    standard error says how long that may take. If their compiler is missing, nothing is compiled, and the line says
+    what to install. By default, plans for CPUs and plans that are measured are not compiled.
 
     Args:
         verify: the number of plans to compile, `auto`, `schedule`, or None for the default.

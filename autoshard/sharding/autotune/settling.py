@@ -12,8 +12,8 @@ are compiled one after another, up to the schedule where the compiler stops ther
 
 A contender that does not compile or fit is replaced by the next plan of its kind that needs less memory. One more
 contender is the fastest plan that exceeds the memory by the estimate, because XLA rematerializes what does not fit. The
-winner is also compared under other compiler options. With `auto` it is then compiled to machine code; if that fails, the
-next best plan wins. The results are kept (`lessons`), so planning the same program again compiles only new plans.
+winner is also compared under other compiler options. With `auto` it is then compiled to machine code; if that fails,
+the next best plan wins. The results are kept (`lessons`), so planning the same program again compiles only new plans.
 """
 
 from __future__ import annotations
