@@ -11,7 +11,8 @@ which has the compiler's cycles for products. For each case with at least two pr
     cycles   the same for the program with the fewest cycles
 
 The schedule before machine code is made has the same instructions, collectives and buffers as the whole program
-(`tests/sharding/audit/test_scheduled_programs.py`), so the rooflines of stored programs are those of their schedules.
+(`tests/sharding/audit/test_scheduled_programs.py`), so the rooflines of stored programs, by `estimate.py`, are those of
+their schedules.
 """
 
 from __future__ import annotations

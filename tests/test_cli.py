@@ -434,7 +434,7 @@ def test_a_named_model_that_cannot_be_planned(arguments: str, message: str, caps
     assert message in capsys.readouterr().err
 
 
-COMPILES = "autoshard plan: {} the fastest plans to compare them, for up to {} s; --verify 0 does not\n"
+COMPILES = "autoshard plan: {} the fastest plans to compare them, for up to {} s; --verify 0 skips this\n"
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ def plan_parser() -> argparse.ArgumentParser:
         "--verify", type=verification_or_number, nargs="?", const=1, metavar="K|auto|schedule",
         help="compile the K best plans (without a number, one plan) for the target and show the compiler's findings. "
         "auto: compile as few plans as it takes to find the fastest kind of plan. schedule: the same without machine "
-        "code, in seconds. Default: schedule for TPUs and auto for GPUs, if their compiler is installed, else 0",
+        "code on TPUs, in seconds for each plan. Default: schedule for TPUs and auto for GPUs, if their compiler is "
+        "installed, else 0",
     )  # fmt: skip
     options.add_argument(
         "--verify-timeout-s", type=float, metavar="SECONDS",

@@ -1,4 +1,4 @@
-"""The number of plans that `autoshard plan` compiles: `--verify`, or its default."""
+"""How `autoshard plan` compiles plans: `--verify`, or its default."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def verification(
 ) -> dict[str, Any]:
     """Return the options `verify` and `verify_timeout_s` of a plan.
 
-    The default is `schedule` for TPUs and `auto` for GPUs, whose compilers do not stop at the schedule. A line on
-    standard error says how long that may take. If their compiler is missing, nothing is compiled, and the line says
-    what to install. By default, plans for CPUs and plans that are measured are not compiled.
+    The default is `schedule` for TPUs. It is `auto` for GPUs, because their compilers do not stop at the schedule. A
+    line on standard error says how long that may take. If the compiler is missing, nothing is compiled, and the line
+    says what to install. By default, plans for CPUs and plans that are measured are not compiled.
 
     Args:
         verify: the number of plans to compile, `auto`, `schedule`, or None for the default.
@@ -42,7 +42,7 @@ def verification(
     seconds = SETTLING_S if timeout_s is None else timeout_s
     word, what = (SCHEDULE, "schedules") if platform == "tpu" else (AUTO, "compiles")
     print(
-        f"autoshard plan: {what} the fastest plans to compare them, for up to {seconds:g} s; --verify 0 does not",
+        f"autoshard plan: {what} the fastest plans to compare them, for up to {seconds:g} s; --verify 0 skips this",
         file=sys.stderr,
     )
     return found | {"verify": word}

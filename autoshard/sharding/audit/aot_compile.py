@@ -194,13 +194,15 @@ def _build(job: CompileJob, timeout_s: float, folder: Path, dump: Path | None, u
                 capture_output=True, text=True, errors="replace", timeout=min(timeout_s, MAX_TIMEOUT_S), check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return Compiled("timeout", f"the compiler was stopped after {timeout_s:g} s", seconds=timeout_s)
+            message = f"the compiler was stopped after {timeout_s:g} s"
+            return Compiled("timeout", message, seconds=timeout_s, until=until)
         finally:
             if dump and dumped and dumped.exists():
                 shutil.copytree(dumped, dump, dirs_exist_ok=True)
         if not (out / "result.json").exists():
             last = "\n".join(done.stderr.strip().splitlines()[-SHOWN_CRASH_LINES:])
-            return Compiled("crash", f"the compiler ended with exit code {done.returncode}: {last or 'no message'}")
+            message = f"the compiler ended with exit code {done.returncode}: {last or 'no message'}"
+            return Compiled("crash", message, until=until)
         (out / "stderr.txt").write_text(done.stderr)
         if json.loads((out / "result.json").read_text())["kind"] == "error":
             return _read(out, cached=False)

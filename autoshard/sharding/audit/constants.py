@@ -3,6 +3,9 @@
 # Seconds after which a compiler is stopped, unless the caller of `verify` gives another limit.
 TIMEOUT_S = 900.0
 
+# Seconds that a comparison with other options gets at least, though the time of `verify` is over.
+LEAST_TIMEOUT_S = 1.0
+
 # Largest timeout in seconds that `aot_compile` passes to `subprocess.run`, which rejects very large ones.
 MAX_TIMEOUT_S = 1e6
 

@@ -1,8 +1,8 @@
 """Finds compiler options that change nothing in a compiled program.
 
 If the program without any of the options is the same, all of them change nothing. Otherwise each option is left out
-alone, and it changes nothing if the program stays the same. Schedules are compared first, because they take less time:
-if they differ, so do the programs.
+alone, and it changes nothing if the program stays the same. For TPUs, schedules are compared first, because they
+take less time: if they differ, so do the programs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ def idle_options(
     """
     if not found.ok or not tried:
         return []
+    schedule = compiled(request.options, "schedule") if found.until == "code" else found
+    stops = found.until == "code" and schedule.until == "schedule"
 
     def is_same(options: Options) -> bool:
-        if found.until == "code" and _differ(compiled(request.options, "schedule"), compiled(options, "schedule")):
+        if stops and _differ(schedule, compiled(options, "schedule")):
             return False
         audit = compiled(options, found.until)
         return audit.ok and audit.program == found.program
@@ -51,5 +53,5 @@ def idle_options(
 
 
 def _differ(one: Audit, other: Audit) -> bool:
-    """Whether the schedules of two programs differ; false if a compiler does not stop at the schedule."""
-    return one.until == other.until == "schedule" and (one.ok != other.ok or one.program != other.program)
+    """Whether the schedules of two programs differ."""
+    return one.ok != other.ok or one.program != other.program

@@ -13,6 +13,7 @@ that crashes or takes too long are results, which the audit reports.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from autoshard._units import variant_text
 from autoshard.errors import AutoshardError
 from autoshard.sharding.audit.aot_compile import Compiled, Until, compile_job, missing_compiler, partitioner_remarks
 from autoshard.sharding.audit.audit import Audit, AuditError
-from autoshard.sharding.audit.constants import SHOWN_GROUPS, TIMEOUT_S
+from autoshard.sharding.audit.constants import LEAST_TIMEOUT_S, SHOWN_GROUPS, TIMEOUT_S
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.audit.host_traffic import compiled_transfers
 from autoshard.sharding.audit.idle_options import idle_options
@@ -38,6 +39,7 @@ from autoshard.sharding.hlo.replica_groups import axes_of
 from autoshard.sharding.hlo.schedule import CollectiveRuns, Schedule
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.chips import Options
+from autoshard.sharding.machines.options import machine_code_options
 from autoshard.sharding.machines.targets import Target, TargetError, find_target
 from autoshard.sharding.overlap.module_times import ModuleTimes, compiled_times
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -65,7 +67,7 @@ def verify(
 
     Args:
         executable: a plan with its function.
-        timeout_s: seconds after which the compiler is stopped.
+        timeout_s: seconds for all compilations, after which the compiler is stopped.
         options: compiler options, or the name of an option set. Default: the plan's options.
         until: `schedule` stops the compiler of TPUs when the program is scheduled and its buffers are placed, after
             seconds instead of minutes. Then there are no cycles, so times are those of a roofline, and errors of code
@@ -82,16 +84,22 @@ def verify(
     if problems or not timeout_s > 0:
         raise AuditError(f"verify: {'; '.join(problems) or f'timeout_s is {timeout_s}; it must be above 0'}")
     compile_target(executable.plan.target)
-    request = requested_options(executable.plan, options)
+    request, end = requested_options(executable.plan, options), time.monotonic() + timeout_s
     found = verify_under(executable, request.options, timeout_s, until)
     added = [f"compiled with {each}" for each in request.added]
     notes = [*added, *request.notes]
-    tried = sorted(request.changed - set(found.dropped))
+    tried = request.changed - set(found.dropped)
+    if found.until == "schedule":
+        tried -= machine_code_options()
     idle = idle_options(
-        found, request, tried, lambda options, until: verify_under(executable, options, timeout_s, until)
+        found,
+        request,
+        sorted(tried),
+        lambda options, until: verify_under(executable, options, max(end - time.monotonic(), LEAST_TIMEOUT_S), until),
     )
     if idle:
-        notes.append(f"these options change nothing in the compiled program: {', '.join(idle)}")
+        program = "schedule" if found.until == "schedule" else "compiled program"
+        notes.append(f"these options change nothing in the {program}: {', '.join(idle)}")
     return replace(found, notes=(*notes, *found.notes))
 
 
@@ -200,8 +208,8 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
     exposed = sum(c.exposed_us for c in collectives)
     transfers = compiled_transfers(schedule.transfers.values())
     waits = sum(t.exposed_us for t in transfers)
-    cycles = totals.cycles if predicted.until == "code" else 0.0  # without machine code, only kernels have any
-    compute_us = totals.compute_us if cycles else totals.roofline_us
+    cycles = totals.cycles if predicted.until == "code" else 0.0  # in a schedule, only kernels have any
+    compute_us = totals.compute_us if predicted.until == "code" else totals.roofline_us
     return replace(
         predicted,
         collectives=collectives,

@@ -83,7 +83,7 @@ def fastest_options(
     results = [f"plan's own {time_text(own.step_time_us)}", *(_result(t, own, limit, t is best) for t in trials)]
     notes = [*refused, f"compiler options, {compared_by(own)} for {bound.plan.target}: {'; '.join(results)}"]
     if rest := [each.name for each in sets[len(trials) :]]:
-        notes.append(f"option sets that were not compiled: {', '.join(rest)}; Plan.verify(options=NAME) does")
+        notes.append(f"option sets that were not tried: {', '.join(rest)}; Plan.verify(options=NAME) tries one")
     if best is None:
         return bound.where(notes=(*bound.plan.notes, *notes)), own
     platform = find_target(bound.plan.target).platform
@@ -108,7 +108,7 @@ def _compatible_sets(
 
     kept = [each for each in sets if keeps(each)]
     others = [each.name for each in sets if each not in kept]
-    note = f"option sets that were not compiled, because they change requested options: {', '.join(others)}"
+    note = f"option sets that were not tried, because they change requested options: {', '.join(others)}"
     return kept, [note] if others else []
 
 
@@ -116,13 +116,14 @@ def _step_us(trial: _Trial) -> float:
     return trial.audit.step_time_us or 0.0
 
 
-def _fits(audit: Audit, limit: float) -> bool:
+def fits(audit: Audit, limit: float) -> bool:
+    """Whether a program compiles, has a step time, and needs at most `limit` bytes of a device."""
     return audit.ok and bool(audit.step_time_us) and (audit.peak_bytes or 0.0) <= limit
 
 
 def _is_faster(audit: Audit, own: Audit, limit: float) -> bool:
     least = (1 - LEAST_OPTION_GAIN) * (own.step_time_us or 0.0)
-    return _fits(audit, limit) and (audit.step_time_us or 0.0) < least
+    return fits(audit, limit) and (audit.step_time_us or 0.0) < least
 
 
 def _result(trial: _Trial, own: Audit, limit: float, chosen: bool) -> str:
@@ -136,6 +137,6 @@ def _result(trial: _Trial, own: Audit, limit: float, chosen: bool) -> str:
     if audit.program and audit.program == own.program:
         return f"{text} changes nothing in the {'schedule' if own.until == 'schedule' else 'compiled program'}{unknown}"
     text += f" {time_text(audit.step_time_us)} ({ratio_text(audit.step_time_us, own.step_time_us)})"
-    if not _fits(audit, limit):
+    if not fits(audit, limit):
         text += ", does not fit"
     return f"{text}{unknown}{', chosen' if chosen else ''}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from autoshard._units import bytes_text, time_text
-from autoshard.sharding.autotune.compiled_options import compared_by
-from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS
-from autoshard.sharding.autotune.machine_code import scheduled, with_code
+from autoshard.sharding.audit import Audit
+from autoshard.sharding.autotune.compiled_options import compared_by, fits
+from autoshard.sharding.autotune.machine_code import failure_text, scheduled, with_code
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.variants import variant_name
 
@@ -26,9 +25,8 @@ def fastest_compiled(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
     """
     plans = [bound.plan for bound in bounds]
     audits = [scheduled(bound.executable) for bound in bounds]
-    while fitting := [n for n, a in enumerate(audits) if a.ok and (a.peak_bytes or 0) <= limit]:
-        times = {n: audits[n].step_time_us or 0.0 for n in fitting}
-        winner = min(fitting, key=lambda n: times[n])
+    while fitting := [n for n, audit in enumerate(audits) if fits(audit, limit)]:
+        winner = min(fitting, key=lambda n: _step_us(audits[n]))
         best, notes = plans[winner], []
         if not best.fits:
             notes.append(
@@ -37,17 +35,20 @@ def fastest_compiled(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
             )
         notes.append(
             f"the fastest of {len(fitting)} {compared_by(audits[winner])} for {best.target}: "
-            + ", ".join(f"{variant_name(plans[n])} {time_text(times[n])}" for n in fitting)
+            + ", ".join(f"{variant_name(plans[n])} {time_text(_step_us(audits[n]))}" for n in fitting)
         )
         found, audit = with_code(bounds[winner].where(notes=(*best.notes, *notes)), audits[winner], limit)
-        if audit.ok:
+        audits[winner] = audit
+        if fits(audit, limit):
             # A plan that does not fit by its own estimate may fail to compile, so that failure is not reported.
             reported = [n for n in range(len(plans)) if n in fitting or plans[n].fits]
-            return found.where(audits=tuple(audit if n == winner else audits[n] for n in reported))
-        audits[winner] = replace(audits[winner], kind=audit.kind, message=audit.message)
+            return found.where(audits=tuple(audits[n] for n in reported))
     outcomes = "; ".join(
-        f"{variant_name(plan)}: {audit.kind}" + (audit.message and f": {audit.message[:COMPILER_MESSAGE_CHARS]}")
-        for plan, audit in zip(plans, audits, strict=True)
+        f"{variant_name(plan)}: {failure_text(audit, limit)}" for plan, audit in zip(plans, audits, strict=True)
     )
     note = f"none of the {len(plans)} best plans compiles for {plans[0].target} and fits ({outcomes})"
     return bounds[0].where(audits=tuple(audits), notes=(*plans[0].notes, note))
+
+
+def _step_us(audit: Audit) -> float:
+    return audit.step_time_us or 0.0

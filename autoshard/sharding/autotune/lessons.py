@@ -43,12 +43,14 @@ class Lesson:
         estimated_us: the estimated step time, in microseconds.
         step_us: the compiled step time, in microseconds; infinite if the program does not fit.
         peak_bytes: the compiled peak of a device.
+        until: how far it was compiled: `schedule` or `code`.
     """
 
     kind: str
     estimated_us: float
     step_us: float
     peak_bytes: float
+    until: str = "code"
 
     def fits(self, limit: float) -> bool:
         """Whether the program compiles and needs at most `limit` bytes of a device."""
@@ -58,7 +60,7 @@ class Lesson:
 def lesson_of(plan: ShardingPlan, audit: Audit) -> Lesson:
     """Return the lesson that the audit of a plan gives."""
     step_us = audit.step_time_us if audit.ok and audit.step_time_us else math.inf
-    return Lesson(audit.kind, plan.estimate.step_time_us, step_us, audit.peak_bytes or 0.0)
+    return Lesson(audit.kind, plan.estimate.step_time_us, step_us, audit.peak_bytes or 0.0, audit.until)
 
 
 class Lessons:

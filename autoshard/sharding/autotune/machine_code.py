@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 import time
 
-from autoshard._units import time_text
+from autoshard._units import bytes_text, time_text
 from autoshard.sharding.audit import Audit, verify, verify_under
 from autoshard.sharding.audit.constants import TIMEOUT_S
 from autoshard.sharding.audit.requested_options import requested_options
-from autoshard.sharding.autotune.compiled_options import fastest_options
+from autoshard.sharding.autotune.compiled_options import fastest_options, fits
 from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.planner.bound_plan import BoundPlan
 
-NO_CODE = "the program is scheduled, without machine code; plan.verify() or verify=1 makes it, which takes minutes"
+NO_CODE = "the program is scheduled and has no machine code; Plan.verify() makes it, which takes minutes"
 
 
 def scheduled(executable: Executable, timeout_s: float = TIMEOUT_S) -> Audit:
@@ -37,7 +37,8 @@ def with_code(
 ) -> tuple[BoundPlan, Audit]:
     """Choose compiler options for a plan, and compile it to machine code under them.
 
-    Option sets are compared by their schedules, and those that change only machine code by that.
+    Option sets are compared by their schedules, and those that change only machine code by that. If there is no machine
+    code under the chosen set, or it does not fit, the plan's own options are kept.
 
     Args:
         bound: a plan with its function.
@@ -48,26 +49,54 @@ def with_code(
 
     Returns:
         The plan with the chosen options, and its audit. If the time ends before there is machine code, the audit is
-        that of the schedule. If the compiler fails, the audit says so.
+        that of the schedule. If the compiler fails, or the program does not fit, the audit is that of the failure.
     """
     if own.until == "code":
-        return fastest_options(bound, own, limit, until)
-    chosen, audit = fastest_options(bound, own, limit, until, lambda each: not each.changes_code)
+        return _with_option_notes(*fastest_options(bound, own, limit, until), until)
+    chosen, schedule = fastest_options(bound, own, limit, until, lambda each: not each.changes_code)
     if not code:
-        return _with_note(chosen, NO_CODE), audit
-    left = until - time.monotonic()
-    made = verify(chosen.executable, timeout_s=min(left, TIMEOUT_S)) if left > 0 else None
-    if made is None or made.kind == "timeout":
-        note = f"there is no machine code: the {time_text(max(left, 0.0) * 1e6)} that were left did not suffice"
-        return _with_note(chosen, note), audit
-    if made.ok:
-        return fastest_options(chosen, made, limit, until, lambda each: each.changes_code)
-    if chosen.plan.compiler_options == bound.plan.compiler_options:
+        return _with_option_notes(_with_note(chosen, NO_CODE), schedule, until)
+    made = _code_of(chosen, until)
+    if chosen.plan.compiler_options != bound.plan.compiler_options and not _is_final(made, limit):
+        note = f"the option set was dropped, because its machine code fails: {failure_text(made, limit)}"
+        chosen, schedule = _with_note(bound.where(notes=chosen.plan.notes), note), own
+        made = _code_of(chosen, until)
+    if made.kind == "timeout":
+        return _with_option_notes(_with_note(chosen, f"there is no machine code: {made.message}"), schedule, until)
+    if not fits(made, limit):
         return chosen, made
-    reason = f"{made.kind}{made.message and ': ' + made.message[:COMPILER_MESSAGE_CHARS]}"
-    note = f"the option set was dropped, because there is no machine code under it ({reason})"
-    own_code = verify(bound.executable, timeout_s=max(until - time.monotonic(), 1.0))
-    return _with_note(bound.where(notes=chosen.plan.notes), note), own_code
+    return fastest_options(chosen, made, limit, until, lambda each: each.changes_code)
+
+
+def failure_text(audit: Audit, limit: float) -> str:
+    """Return why a program that was compiled cannot be used."""
+    if audit.ok:
+        return f"needs {bytes_text(audit.peak_bytes or 0.0)} of {bytes_text(limit)}"
+    return audit.kind + (audit.message and f": {audit.message[:COMPILER_MESSAGE_CHARS]}")
+
+
+def _is_final(made: Audit, limit: float) -> bool:
+    """Whether no other options are tried."""
+    return made.kind == "timeout" or fits(made, limit)
+
+
+def _code_of(bound: BoundPlan, until: float) -> Audit:
+    """Compile a plan to machine code under its own options."""
+    left = min(until - time.monotonic(), TIMEOUT_S)
+    if left <= 0:
+        return Audit("timeout", "the time for compilations is over")
+    made = verify(bound.executable, timeout_s=left)
+    stopped = f"the compiler was stopped after {time_text(left * 1e6)}"
+    return Audit("timeout", stopped) if made.kind == "timeout" else made
+
+
+def _with_option_notes(bound: BoundPlan, audit: Audit, until: float) -> tuple[BoundPlan, Audit]:
+    """Return a plan with its audit, which gets the notes on requested options that `verify` writes."""
+    left = min(until - time.monotonic(), TIMEOUT_S)
+    if not bound.plan.requested_options or not audit.ok or left <= 0:
+        return bound, audit
+    found = verify(bound.executable, timeout_s=left, until=audit.until)  # the program is in the compiler's cache
+    return bound, found if found.ok else audit
 
 
 def _with_note(bound: BoundPlan, note: str) -> BoundPlan:

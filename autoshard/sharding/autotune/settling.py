@@ -4,16 +4,19 @@ The estimate compares plans of one kind well, and plans of different kinds less 
 fastest plan of each kind is a contender if, within the error of the estimate, it may be the fastest of all. Contenders
 are compiled one after another, up to the schedule where the compiler stops there (`machine_code`):
 
-    first    the fastest by the estimate. With `auto` unless there is no other contender, its memory certainly fits, and
-             it moves nothing to the host's memory. Such transfers depend on compiler options
+    first    the fastest by the estimate
     next     the fastest of those that may still be faster than the best compiled plan. The expected time of a contender
              is its estimate, times the mean ratio of compiled to estimated time so far
     end      no contender may be faster, or the time is over
 
+With `auto`, nothing is compiled if there is no other contender, the plan certainly fits, and it moves nothing to host
+memory. The speed of such transfers depends on compiler options.
+
 A contender that does not compile or fit is replaced by the next plan of its kind that needs less memory. One more
 contender is the fastest plan that exceeds the memory by the estimate, because XLA rematerializes what does not fit. The
-winner is also compared under other compiler options. With `auto` it is then compiled to machine code; if that fails,
-the next best plan wins. The results are kept (`lessons`), so planning the same program again compiles only new plans.
+winner is also compared under other compiler options. With `auto` it is then compiled to machine code. If that fails,
+the comparison goes on without it. The results are kept (`lessons`), so planning the same program again compiles only
+new plans.
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.audit.aot_compile import missing_compiler
 from autoshard.sharding.audit.audit import Audit, AuditError
 from autoshard.sharding.audit.verification import compile_target
-from autoshard.sharding.autotune.compiled_options import compared_by
-from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS, MOST_TRIES, OVER_LIMIT, POOL_OF_KIND
+from autoshard.sharding.autotune.compiled_options import fits
+from autoshard.sharding.autotune.constants import MOST_TRIES, OVER_LIMIT, POOL_OF_KIND
 from autoshard.sharding.autotune.lessons import Lesson, Lessons, lesson_of
-from autoshard.sharding.autotune.machine_code import scheduled, with_code
+from autoshard.sharding.autotune.machine_code import failure_text, scheduled, with_code
 from autoshard.sharding.layout.plan_request import is_request
 from autoshard.sharding.plan.memory_doubt import ranked_us, usable_bytes_of
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -83,7 +86,7 @@ class Settling:
         code: whether the best plan gets machine code (`auto`).
         started: the value of `time.monotonic()` at the start.
         compiled: the plans with their lessons, in the order of compilation. Plans with a known lesson are among them.
-        audits: index in `compiled` -> the audit, unless the lesson was known.
+        audits: contender -> its last audit, unless the lesson was known.
         failed: for each plan that does not compile or fit, its name and the reason.
     """
 
@@ -93,7 +96,7 @@ class Settling:
     code: bool = True
     started: float = field(default_factory=lambda: time.monotonic())
     compiled: list[tuple[Contender, BoundPlan, Lesson]] = field(default_factory=list)
-    audits: dict[int, Audit] = field(default_factory=dict)
+    audits: dict[Contender, Audit] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
     @property
@@ -114,28 +117,50 @@ class Settling:
 
     def plan(self) -> BoundPlan:
         """Compile contenders until one is settled as the fastest, and return its plan with notes and its audit."""
-        queues = {kind: list(found) for kind, found in contenders(self.made, self.limit)}
+        waiting = {kind: list(found) for kind, found in contenders(self.made, self.limit)}
         ahead = fastest(self.made)
-        heads = [queue[0] for queue in queues.values()]
+        heads = [queue[0] for queue in waiting.values()]
         rivals = [each for each in heads if each.step_us <= (1 + MOST_KIND_ERROR) * ahead.plan.estimate.step_time_us]
         if self.code and len(rivals) < 2 and self._is_certain(ahead):
             return _alone(ahead, heads)
+        queues = dict(waiting)
+        while True:
+            self._settle(queues, waiting)
+            if self.best is None:
+                return self._unfit(ahead)
+            chosen = self._finished(self.best, [queue[0] for queue in queues.values()])
+            if chosen is not None:
+                return chosen
+            contender, _, lost = self.compiled[-1]
+            left = waiting[contender.kind] if self._tries(contender.kind) < MOST_TRIES else []
+            if lost.kind == "oom":
+                left = [each for each in left if each.peak_bytes < contender.peak_bytes]
+            if left:
+                queues[contender.kind] = left
+
+    def _settle(self, queues: dict[str, list[Contender]], waiting: dict[str, list[Contender]]) -> None:
+        """Compile contenders until no other may be faster than the best, or the time is over.
+
+        Args:
+            queues: kind -> its contenders, in the order in which they are compiled. Settled kinds are removed.
+            waiting: kind -> all its contenders that are not compiled; those that are compiled are removed.
+        """
         while queues and self.left > 0:
             kind = min(queues, key=lambda kind: queues[kind][0].step_us)
             if not self._may_win(queues[kind][0]):
                 break
-            contender = queues[kind].pop(0)
+            contender = queues[kind][0]
+            waiting[kind] = [each for each in waiting[kind] if each is not contender]
             settled = self._compile(contender) or self._tries(kind) >= MOST_TRIES
-            queues[kind] = [each for each in queues[kind] if not settled and each.peak_bytes < contender.peak_bytes]
+            queues[kind] = [each for each in waiting[kind] if not settled and each.peak_bytes < contender.peak_bytes]
             if not queues[kind]:
                 del queues[kind]
-        return self._chosen(ahead, [queue[0] for queue in queues.values()])
 
     def _is_certain(self, bound: BoundPlan) -> bool:
         """Whether a plan fits in any case and moves nothing to the host's memory."""
         here = bound.plan.estimate
-        fits = bound.plan.fits and here.peak_memory_bytes * (1 + MOST_MEMORY_ERROR) <= self.limit
-        return fits and not here.host_traffic_bytes
+        with_error = here.peak_memory_bytes * (1 + MOST_MEMORY_ERROR)
+        return bound.plan.fits and with_error <= self.limit and not here.host_traffic_bytes
 
     def _may_win(self, contender: Contender) -> bool:
         """Whether a contender may be faster than the best compiled plan, within the error of the estimate."""
@@ -161,41 +186,52 @@ class Settling:
             audit = scheduled(found.executable, max(self.left, 1.0))
             lesson = lesson_of(found.plan, audit)
             lessons.add(found.plan, lesson)
-            self.audits[len(self.compiled)] = audit
+            self.audits[contender] = audit
         if not lesson.fits(self.limit) and contender.kind != OVER:
-            failure = _failure(lesson, self.audits.get(len(self.compiled)), self.limit)
+            failure = _failure(lesson, self.audits.get(contender), self.limit)
             self.failed.append(f"{variant_name(found.plan)}: {failure}")
         self.compiled.append((contender, found, lesson))
         return lesson.fits(self.limit)
 
-    def _chosen(self, ahead: BoundPlan, rest: Sequence[Contender]) -> BoundPlan:
-        """Return the best plan with its audit, and notes on what was compiled and what was not."""
-        notes = [f"compiled, but not chosen: {text}" for text in self.failed]
+    def _finished(self, best: tuple[Contender, BoundPlan, Lesson], rest: Sequence[Contender]) -> BoundPlan | None:
+        """Return the best plan with its audit, and notes on what was compiled and what was not.
+
+        If there is no machine code for it, its lesson becomes that of the failure and moves to the end, and the result
+        is None.
+        """
+        own = self.compiled.index(best)
+        contender, bound, lesson = best
+        schedule = self.audits.get(contender) or scheduled(bound.executable, max(self.left, 1.0))
+        found, audit = with_code(bound, schedule, self.limit, self.started + self.seconds, self.code)
+        if not (fits(audit, self.limit) or audit.kind == "timeout"):
+            self.failed.append(f"{variant_name(bound.plan)}: {failure_text(audit, self.limit)}")
+            del self.compiled[own]
+            lost = replace(lesson, kind="oom" if audit.ok else audit.kind)
+            Lessons(bound).add(bound.plan, lost)
+            self.compiled.append((contender, bound, lost))
+            self.audits[contender] = audit
+            return None
+        notes = [*self._comparison(bound, lesson), *found.plan.notes[len(bound.plan.notes) :], *self._failures()]
         if self.left <= 0 and any(map(self._may_win, rest)):
             open_kinds = ", ".join(each.kind for each in rest if self._may_win(each))
             notes.append(f"the {self.seconds:g} s for compilations are over; not settled: {open_kinds}")
-        while self.best is not None:
-            own = next(n for n, each in enumerate(self.compiled) if each is self.best)
-            contender, bound, lesson = self.compiled[own]
-            schedule = self.audits.get(own) or scheduled(bound.executable, max(self.left, 1.0))
-            found, audit = with_code(bound, schedule, self.limit, self.started + self.seconds, self.code)
-            if audit.ok or audit.kind == "timeout":
-                added = [*self._comparison(bound, lesson, schedule), *found.plan.notes[len(bound.plan.notes) :], *notes]
-                return found.where(notes=(*bound.plan.notes, *added), audits=(audit,))
-            self.audits[own] = audit
-            lost = replace(lesson, kind=audit.kind)
-            notes.append(f"compiled, but not chosen: {variant_name(bound.plan)}: {_failure(lost, audit, self.limit)}")
-            Lessons(bound).add(bound.plan, lost)
-            self.compiled[own] = contender, bound, lost
-        notes.append("no compiled plan fits; this one is chosen by the estimate")
+        return found.where(notes=(*bound.plan.notes, *notes), audits=(audit,))
+
+    def _unfit(self, ahead: BoundPlan) -> BoundPlan:
+        """Return the plan that is the fastest by the estimate, because no compiled plan can be used."""
+        notes = [*self._failures(), "no compiled plan can be used; this one is chosen by the estimate"]
         return ahead.where(notes=(*ahead.plan.notes, *notes), audits=tuple(self.audits.values()))
 
-    def _comparison(self, bound: BoundPlan, lesson: Lesson, own: Audit) -> list[str]:
+    def _failures(self) -> list[str]:
+        return [f"compiled, but not chosen: {text}" for text in self.failed]
+
+    def _comparison(self, bound: BoundPlan, lesson: Lesson) -> list[str]:
         """Return notes on the step times of the plans that were compared, and on the memory of the chosen one."""
         rows = [(variant_name(b.plan), seen.step_us) for _, b, seen in self.compiled if seen.fits(self.limit)]
         listed = ", ".join(f"{name} {time_text(us)} ({ratio_text(us, lesson.step_us)})" for name, us in rows)
         kinds = "the fastest of each kind that may be the best"
-        notes = [f"{compared_by(own)} for {bound.plan.target}, {kinds}: {listed}"]
+        how = "by schedules" if lesson.until == "schedule" else "compiled"
+        notes = [f"{how} for {bound.plan.target}, {kinds}: {listed}"]
         if lesson.peak_bytes > bound.plan.estimate.peak_memory_bytes > self.limit:
             notes.append(f"takes {bytes_text(bound.plan.estimate.peak_memory_bytes)} per device by the estimate and "
                          f"{bytes_text(lesson.peak_bytes)} compiled: XLA rematerializes what does not fit")  # fmt: skip
@@ -254,7 +290,7 @@ def settled(
     if jax.process_index() == 0:
         chosen = _settled_here(made, replan, seconds, code).plan
         text = json.dumps([chosen.variant, chosen.chosen, chosen.compiler_options, chosen.notes], default=str)
-    texts = exchange("verify='auto'", text, DEADLINE_S + 2 * seconds)
+    texts = exchange(f"verify='{'auto' if code else 'schedule'}'", text, DEADLINE_S + 2 * seconds)
     variant, strategy, options, notes = json.loads(texts[0])
     n = next(n for n, (choice, _) in enumerate(made) if json.loads(json.dumps(choice, default=str)) == variant)
     choice, bound = made[n]
@@ -285,7 +321,7 @@ def _failure(lesson: Lesson, audit: Audit | None, limit: float) -> str:
     """Return why a compiled plan was not chosen. There is no audit if the lesson is from an earlier plan."""
     if lesson.kind == "ok":
         return f"needs {bytes_text(lesson.peak_bytes)} of {bytes_text(limit)}"
-    return f"{lesson.kind}: {audit.message[:COMPILER_MESSAGE_CHARS]}" if audit and audit.message else lesson.kind
+    return failure_text(audit, limit) if audit else lesson.kind
 
 
 def _alone(ahead: BoundPlan, heads: Sequence[Contender]) -> BoundPlan:

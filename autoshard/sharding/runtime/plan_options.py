@@ -64,8 +64,8 @@ def checked_options(
         if name == "verify" and count in WORDS:
             continue
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise PlanError(f"{name} is {short_repr(count)}; give the number of plans to {what}, 0 for none"
-                            f"{', or auto, or schedule' * (name == 'verify')}")  # fmt: skip
+            words = ", 'auto' or 'schedule'" if name == "verify" else ""
+            raise PlanError(f"{name} is {short_repr(count)}; give the number of plans to {what}, 0 for none{words}")
     if verify and measure:
         raise PlanError(f"verify is {verify} and measure is {measure}; both choose among the best plans: give only one")
     if verify_timeout_s is not None and verify not in WORDS:

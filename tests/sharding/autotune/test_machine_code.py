@@ -8,6 +8,7 @@ import pytest
 
 from autoshard.sharding.audit import Audit
 from autoshard.sharding.audit.aot_compile import Until
+from autoshard.sharding.audit.constants import TIMEOUT_S
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.autotune.test_compiled_options import LAYOUT, LIMIT, VMEM, planned
 
@@ -37,9 +38,9 @@ def compiler(monkeypatch):
             found = self.outcomes.get((name, until), audit(100.0 if until == "schedule" else 150.0, until))
             return replace(found, options=dict(options))
 
-        def verify(self, executable, *, timeout_s):
-            assert timeout_s > 0
-            return self.under(executable, executable.plan.compiler_options["tpu"], timeout_s)
+        def verify(self, executable, *, timeout_s, until: Until = "code"):
+            assert 0 < timeout_s <= TIMEOUT_S
+            return self.under(executable, executable.plan.compiler_options["tpu"], timeout_s, until)
 
     found = Compiler()
     found.outcomes, found.made = {}, []
@@ -76,9 +77,7 @@ def test_a_set_without_machine_code_is_dropped(compiler):
     compiler.outcomes = {(LAYOUT, "schedule"): audit(80.0), (LAYOUT, "code"): failure}
     bound, found = chosen()
     assert found.ok and found.until == "code" and LAYOUT not in bound.plan.compiler_options["tpu"]
-    assert bound.plan.notes[-1] == (
-        "the option set was dropped, because there is no machine code under it (error: no registers)"
-    )
+    assert bound.plan.notes[-1] == ("the option set was dropped, because its machine code fails: error: no registers")
 
 
 def test_a_failure_without_other_options_is_returned(compiler):
@@ -86,12 +85,35 @@ def test_a_failure_without_other_options_is_returned(compiler):
     assert chosen()[1].kind == "crash"
 
 
-@pytest.mark.parametrize("until", [float("inf"), 0.0], ids=["stopped", "over"])
-def test_without_time_for_machine_code_the_audit_is_that_of_the_schedule(compiler, until):
+def test_a_set_whose_machine_code_does_not_fit_is_dropped(compiler):
+    compiler.outcomes = {(LAYOUT, "schedule"): audit(80.0), (LAYOUT, "code"): replace(audit(9.0), peak_bytes=2 * LIMIT)}
+    bound, found = chosen()
+    assert found.until == "code" and LAYOUT not in bound.plan.compiler_options["tpu"]
+    assert bound.plan.notes[-1].endswith("its machine code fails: needs 64.0 GiB of 32.0 GiB")
+
+
+@pytest.mark.parametrize(
+    ("until", "reason"),
+    [(float("inf"), "the compiler was stopped after 900 s"), (0.0, "the time for compilations is over")],
+)
+@pytest.mark.parametrize("dropped", [False, True], ids=["own", "after a set"])
+def test_without_time_for_machine_code_the_audit_is_that_of_the_schedule(compiler, until, reason, dropped):
     compiler.outcomes = {("own", "code"): audit(0.0, "code", "timeout")}
+    if dropped and until:
+        compiler.outcomes |= {(LAYOUT, "schedule"): audit(80.0), (LAYOUT, "code"): audit(0.0, "code", "error")}
     bound, found = chosen(until=until)
-    assert found.ok and found.until == "schedule"
-    assert bound.plan.notes[-1].startswith("there is no machine code: the ")
+    assert found.ok and found.until == "schedule" and found.step_time_us == 100.0
+    assert LAYOUT not in bound.plan.compiler_options["tpu"]
+    assert bound.plan.notes[-1] == f"there is no machine code: {reason}"
+
+
+def test_notes_on_requested_options_are_kept(compiler, monkeypatch):
+    """`verify` writes them. A schedule has them, too."""
+    monkeypatch.setattr(machine_code, "verify", lambda executable, **_: audit(1.0, notes=("these options",)))
+    bound = bound_or_error(planned("v5e:2x4", compiler_options={"xla_any": "1"}).bound)
+    own = machine_code.scheduled(bound.executable)
+    assert machine_code.with_code(bound, own, LIMIT, code=False)[1].notes == ("these options",)
+    assert not machine_code.with_code(bound_or_error(planned("v5e:2x4").bound), own, LIMIT, code=False)[1].notes
 
 
 def test_verify_k_makes_machine_code_for_the_fastest_alone(compiler, monkeypatch):
@@ -111,7 +133,7 @@ def test_verify_k_makes_machine_code_for_the_fastest_alone(compiler, monkeypatch
     assert [(each.kind, each.until) for each in made.audits] == [
         ("ok", "schedule"),
         ("ok", "code"),
-        ("error", "schedule"),
+        ("error", "code"),
     ]
 
 

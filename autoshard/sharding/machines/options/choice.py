@@ -48,6 +48,13 @@ def named_set(name: str, chip: str) -> OptionSet:
     raise UnknownSetError(f"{reason}; {listed}")
 
 
+def machine_code_options() -> frozenset[str]:
+    """Return the options that change only machine code, so that schedules do not show their effect."""
+    return frozenset(
+        name for each in SETS.values() if each.changes_code for options in each.options.values() for name in options
+    )
+
+
 def applicable_sets(facts: ProgramFacts, options: Options) -> list[OptionSet]:
     """Return the sets that may pay for a program and that change its options, in the order in which to try them.
 

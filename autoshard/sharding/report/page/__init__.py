@@ -72,7 +72,7 @@ def plan_parts(plan: ShardingPlan) -> tuple[str, list[Part]]:
         ("axes", "Logical axes", legend(paint) if paint.number else "",
          "Each tensor dimension is one of these. Click one to show the tensors that have it."),
         ("compiled", "Compiled program", compiled_section(plan),
-         "What the target's compiler made of the plan, beside the estimate. The program was compiled, not run."),
+         "What the target's compiler made of the plan, beside the estimate. The program was not run."),
         ("time", "Step time", time_section(plan),
          "Estimated by the cost model. Exposed communication is not hidden by compute."),
         ("memory", "Memory per device", memory_section(plan), "Estimated by the cost model, at the peak of a step."),
