@@ -1,6 +1,6 @@
 """Compare the planner with an expert's plans and with common practice, compiled for the same machine.
 
-    python benchmarks/bench_plans.py [CASE ...] [--quick] [--few 4] [--minutes 30] [--figures]
+    python benchmarks/bench_plans.py [CASE ...] [--quick] [--few 4] [--minutes 30] [--schedule] [--figures]
 
 For each case, these programs are compiled:
 
@@ -15,6 +15,9 @@ For each case, these programs are compiled:
 in the compiler's cache is not compiled again. `--quick` compiles four cases and only the first programs of their grids,
 and reports how many it left out. `--few N` ranks the grid by the planner's estimate of the same strategies instead,
 compiles the first N programs of both sides, one by one, and leaves out mixes of policies, `options` and `today`.
+
+With `--schedule`, no machine code is made (`compile_job`): a program takes seconds instead of minutes and is judged by
+the roofline only. Each file lists the measures of its rows. Programs of different measures are never compared.
 """
 
 from __future__ import annotations
@@ -346,7 +349,7 @@ def main() -> None:
     for done, name in enumerate([] if arguments.figures else names):
         case, left = CASES[name], len(names) - done
         clock = Clock(arguments.minutes / len(names) if arguments.quick else arguments.minutes / left)
-        store = Store(name, case.target)
+        store = Store(name, case.target, until="schedule" if arguments.schedule else "code")
         print(f"{name} on {case.target}", flush=True)
         if not arguments.predict:
             store.begin()
@@ -365,6 +368,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and the start of their grids")
     parser.add_argument("--few", type=int, help="programs of each side to compile, by the planner's estimate")
     parser.add_argument("--minutes", type=float, default=30.0, help="time after which no compilation starts")
+    parser.add_argument("--schedule", action="store_true", help="make no machine code; judge by the roofline")
     parser.add_argument("--predict", action="store_true", help="renew the estimates of stored rows, compile nothing")
     parser.add_argument("--figures", action="store_true", help="print the figures of stored rows, compile nothing")
     return parser

@@ -3,8 +3,9 @@
     python benchmarks/cost_model.py [CASE ...]
 
 The rows are all programs that `bench_plans.py` compiled and whose plan can be written as a strategy of the planner;
-this includes plans of experts. The tables show predicted / compiled for the step (by the compiler's cycles, and by a
-roofline of the compiled program), the peak memory and the bytes sent, with the median error of each. Kendall's tau
+this includes plans of experts. The tables show predicted / compiled for the step (by the compiler's cycles, where a
+program has machine code, and by a roofline of the compiled program), the peak memory and the bytes sent, with the
+median error of each. Kendall's tau
 compares the order of step times over three sets:
 
     rows    all rows. The estimate does not depend on compiler options, so it cannot rank rows that differ only in them
@@ -47,7 +48,7 @@ def comparable(store: Store) -> list[Row]:
 def predicted(stores: Sequence[Store]) -> Table:
     """Tabulate the errors of the planner's estimates by case: median absolute error, smallest and largest error."""
     table = Table(title="estimated / compiled - 1 of all rows: median of sizes (smallest to largest)")
-    for column in ("case", "rows", "step", "step by roofline", "memory", "wire", "tau of rows", "of plans", "kept"):
+    for column in ("case", "rows", "by cycles", "by roofline", "memory", "wire", "tau of rows", "of plans", "kept"):
         table.add_column(column)
     everything: list[Row] = []
     for store in stores:
@@ -78,7 +79,7 @@ def _as_planned(row: Row) -> bool:
 
 def _errors(rows: Sequence[Row]) -> list[str]:
     errors = {
-        "step": [row.predicted["step"] / row.seconds - 1 for row in rows],
+        "cycles": [row.predicted["step"] / row.step["cycles"] - 1 for row in rows if "cycles" in row.step],
         "roofline": [row.predicted["step"] / row.step["roofline"] - 1 for row in rows],
         "memory": [row.predicted["memory_bytes"] / peak - 1 for row in rows if (peak := row.needed_bytes)],
         "wire": [row.predicted["wire_bytes"] / row.wire_bytes - 1 for row in rows if row.wire_bytes],

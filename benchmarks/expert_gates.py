@@ -42,10 +42,9 @@ CASES: Mapping[str, Case] = {
 SIDES = {"outputs": False, "hidden": True}  # side -> whether the gradient is a sum over hidden units
 
 
-def compile_rows(name: str, timeout_s: float) -> None:
+def compile_rows(store: Store) -> None:
     """Compile and store a case in both ways."""
-    case = CASES[name]
-    store = Store(name, case.target, FOLDER, timeout_s)
+    case = CASES[store.case]
     store.begin()
     for side, from_hidden in SIDES.items():
         with patch.object(moe, "recomputes", lambda remat, name, from_hidden=from_hidden: from_hidden):

@@ -1,7 +1,8 @@
 """Plans that an expert writes by hand, and common practice. The planner is measured against both.
 
-Nothing here uses the planner. A plan is a mesh, a PartitionSpec for each parameter by its name, and constraints inside
-the model by the letters of its einsums (`expert_step`). It contains what an expert knows about each mesh axis:
+Of the planner, only its default compiler options are used. A plan is a mesh, a PartitionSpec for each parameter by its
+name, and constraints inside the model by the letters of its einsums (`expert_step`). It contains what an expert knows
+about each mesh axis:
 
     batch       the first dimension of every activation, over data, fsdp and expert
     tensor      heads, hidden sizes, vocabulary (Megatron: column, then row), `sequence` between the products
@@ -27,6 +28,7 @@ from jax.sharding import AbstractMesh, AxisType
 from autoshard.models.moe import MoEConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload, workload
+from autoshard.sharding.machines.options import default_options
 from autoshard.train.program.build import workload_variant_values
 
 AXES: tuple[str, ...] = ("data", "fsdp", "expert", "tensor")
@@ -83,14 +85,18 @@ CASES: Mapping[str, Case] = {
 _NO_WINDOWED_EINSUM = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _OFFLOADED = {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true" for kind in _KINDS}
-OPTION_SETS: Mapping[str, Sequence[Mapping[str, str]]] = {
-    "v4": (_NO_WINDOWED_EINSUM, {}),
+_MORE_OPTIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
+    "v4": ({},),
     "v5e": (_NO_WINDOWED_EINSUM, {}),
     "v5p": (_NO_WINDOWED_EINSUM | _OFFLOADED, _OFFLOADED, _NO_WINDOWED_EINSUM, {}),
     "v6e": (_NO_WINDOWED_EINSUM | _OFFLOADED, _OFFLOADED, _NO_WINDOWED_EINSUM, {}),
-    "h100": ({},),
+    "h100": (),
 }
-"""Sets of compiler options to try on a chip, the best known one first."""
+OPTION_SETS: Mapping[str, Sequence[Mapping[str, str]]] = {
+    chip: ({name: str(value).lower() for name, value in default_options(chip).items()}, *more)
+    for chip, more in _MORE_OPTIONS.items()
+}
+"""Sets of compiler options to try on a chip. The first is the planner's default, which both sides use."""
 
 
 @dataclass(frozen=True)

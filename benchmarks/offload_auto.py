@@ -2,6 +2,7 @@
 
     python benchmarks/offload_auto.py                            # all cases
     python benchmarks/offload_auto.py gpt-1.3b --timeout 600     # one case
+    python benchmarks/offload_auto.py --schedule                 # by their schedules
     python benchmarks/offload_auto.py --show                     # the stored rows, without compiling
 
 Each case is a step of a model with few layers under `fsdp:8`, with a memory limit between the peaks of full
@@ -10,8 +11,9 @@ with `offload="auto"` and the best one with `offload="none"` are compiled, and `
 
     ratio = compiled step time with "auto" / compiled step time with "none"      it must be at most 1.01
 
-If both choices are the same program, the ratio is 1 and nothing is compiled. Nothing runs. Rows are stored in
-`results/offload_auto/` one by one. The exit code is 1 if a ratio is larger.
+If both choices are the same program, the ratio is 1 and nothing is compiled. With `--schedule`, no machine code is made
+(`compile_job`): a program takes seconds instead of minutes and is judged by the roofline only. Nothing runs. Rows are
+stored in `results/offload_auto/` one by one. The exit code is 1 if a ratio is larger.
 """
 
 from __future__ import annotations
@@ -90,10 +92,10 @@ def best(case: Any, offload: str, limit: float) -> Any:
     return plan(step, *shapes, donate_argnums=0, variants=search, **options)
 
 
-def rows_of(name: str, timeout_s: float) -> list[Row]:
+def rows_of(store: Store) -> list[Row]:
     """The compiled rows of a case: `auto` and `none`; one row, `same`, if both are the same variant."""
-    case = CASES[name]
-    store, limit = Store(name, case.target, FOLDER, timeout_s), case.limit_bytes()
+    case = CASES[store.case]
+    limit = case.limit_bytes()
     made = {offload: best(case, offload, limit) for offload in ("auto", "none")}
     store.notes = {
         "limit_bytes": limit,
@@ -144,7 +146,7 @@ def show(stores: Sequence[Store]) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Compile and print the cases."""
     targets = {name: case.target for name, case in CASES.items()}
-    return run_cases(arguments, __doc__, targets, FOLDER, rows_of, show)
+    return run_cases(arguments, __doc__, targets, FOLDER, rows_of, show, schedule=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Which layers of a mix should send values to the host: the first ones or the last ones of each group.
 
     python benchmarks/offload_order.py [--timeout 3000]        compile both orders
+    python benchmarks/offload_order.py --schedule              without machine code, judged by the roofline only
     python benchmarks/offload_order.py --show                  the stored rows, without compiling
 
 A step of eight layers of Llama-2 7B is planned for v6e:2x4 under `fsdp:8`, with a batch of 32 x 4096 tokens. Of every
@@ -48,7 +49,7 @@ def show(store: Store) -> None:
     """Print the stored rows."""
     table = Table("offloads", "policies", "predicted ms", "cycles ms", "roofline ms", "result")
     for row in store.rows:
-        steps = [f"{row.step[measure] * 1e3:.0f}" if row.kind == "ok" else "" for measure in ("cycles", "roofline")]
+        steps = [f"{row.step[name] * 1e3:.0f}" if name in row.step else "" for name in ("cycles", "roofline")]
         table.add_row(row.side, row.remat, f"{row.predicted['step'] * 1e3:.0f}", *steps, row.kind)
     Console(width=140).print(table)
 
@@ -58,8 +59,10 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=float, default=3000.0, help="seconds after which a compiler is stopped")
     parser.add_argument("--show", action="store_true", help="print the stored rows without compiling")
+    parser.add_argument("--schedule", action="store_true", help="make no machine code; judge by the roofline")
     given = parser.parse_args(arguments)
-    store = Store(STORED.stem, TARGET, STORED.parent, given.timeout)
+    until = "schedule" if given.schedule else "code"
+    store = Store(STORED.stem, TARGET, STORED.parent, given.timeout, until)
     if not given.show:
         compiled(store)
     show(store)

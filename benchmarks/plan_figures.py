@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import exp, inf, log
 
 from cost_model import predicted
-from plan_rows import Row, Store, best
+from plan_rows import Row, Store, best, measures_of
 from rich.console import Console
 from rich.table import Table
 
@@ -24,25 +24,31 @@ def show(stores: Sequence[Store]) -> None:
 
 
 def _comparison_table(stores: Sequence[Store]) -> Table:
-    table = Table(title="compiled step time (s): cycles / roofline")
-    for column in ("case", "expert", "plan", "plan / expert", "without verify", "today / plan", "GiB plan / expert"):
+    table = Table(title="compiled step time (s)")
+    for column in ("case", "by", "expert", "plan", "plan / expert", "without verify", "today / plan", "GiB of both"):
         table.add_column(column)
-    ratios: dict[str, list[float]] = {name: [] for name in ("plan", "chosen", "today")}
+    ratios: dict[str, list[dict[str, float]]] = {measure: [] for measure in MEASURES}
     for store in stores:
         expert, plan, chosen, today = winners(store)
         pairs = {"plan": (plan, expert), "chosen": (chosen, expert), "today": (today, plan)}
-        for name, (one, other) in pairs.items():
-            if one is not None and other is not None and one.ok:
-                ratios[name].append(one.seconds / other.seconds)
+        for measure, found in ratios.items():
+            found.append({
+                name: one.step[measure] / other.step[measure]
+                for name, (one, other) in pairs.items()
+                if one and other and one.ok and measure in one.step and measure in other.step
+            })  # fmt: skip
         table.add_row(
             store.case,
+            " / ".join(name for name in MEASURES if name in measures_of(store.rows)),
             _time(expert),
             _time(plan),
             *(_ratio(one, other) for one, other in pairs.values()),
             f"{_gib(plan)} / {_gib(expert)}",
         )
-    means = [f"{_mean(found):.3f}" if found else "-" for found in ratios.values()]
-    table.add_row("geometric mean", "", "", *means, "")
+    for measure, found in ratios.items():
+        columns = [[each[name] for each in found if name in each] for name in ("plan", "chosen", "today")]
+        means = [f"{_mean(column):.3f} of {len(column)}" if column else "-" for column in columns]
+        table.add_row("geometric mean", measure, "", "", *means, "")
     return table
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from common import RESULTS
 from estimate import measures
+from estimate_result import MEASURES
 from judged_steps import estimated
 
 from autoshard.sharding.audit import CompileJob, compile_job
@@ -202,6 +203,7 @@ class Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = sorted(map(asdict, self.rows), key=lambda r: (r["side"], r["style"], r["remat"], r["digest"]))
         head = {"case": self.case, "target": self.target, "date": datetime.now(UTC).strftime("%Y-%m-%d")}
+        head |= {"measures": measures_of(self.rows)}
         data = head | {"versions": compilers(), "notes": self.notes, "rows": rows, "pruned": self.pruned}
         self.path.write_text(json.dumps(data, indent=1) + "\n")
 
@@ -215,9 +217,17 @@ def _key(row: Row) -> tuple[Any, ...]:
     return row.side, row.name, row.options
 
 
+def measures_of(rows: Sequence[Row]) -> list[str]:
+    """Return the measures that all compiled rows have, cycles first if they have them."""
+    steps = [row.step for row in rows if row.kind == "ok"]
+    return [name for name in MEASURES if steps and all(name in step for step in steps)]
+
+
 def best(rows: Sequence[Row]) -> Row | None:
-    """Return the fastest row that fits."""
-    return min((row for row in rows if row.ok), key=lambda row: row.seconds, default=None)
+    """Return the fastest row that fits, by the first measure that all of them have."""
+    fitting = [row for row in rows if row.ok]
+    measure = next(iter(measures_of(fitting)), "")
+    return min(fitting, key=lambda row: row.step.get(measure, float("inf")), default=None)
 
 
 def prediction(made: Any) -> dict[str, float]:
@@ -265,28 +275,33 @@ def run_cases(
     description: str | None,
     targets: Mapping[str, str],
     folder: Path,
-    compile_rows: Callable[[str, float], Any],
+    compile_rows: Callable[[Store], Any],
     show: Callable[[Sequence[Store]], int],
+    schedule: bool = False,
 ) -> int:
     """Run a benchmark's command line: compile and store the rows of some cases, then print them.
 
     Args:
-        arguments: the names of cases, `--timeout` and `--show`.
+        arguments: the names of cases, `--timeout`, `--show` and perhaps `--schedule`.
         description: what the benchmark does, for `--help`.
         targets: the name of each case -> its target.
         folder: the folder of the stored rows.
-        compile_rows: compiles and stores the rows of a case, within a number of seconds for each program.
+        compile_rows: compiles and stores the rows of a case.
         show: prints stored rows; returns the exit code.
+        schedule: whether there is an option `--schedule`.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"cases: {', '.join(targets)}; default: all")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
     parser.add_argument("--show", action="store_true", help="print the stored rows only")
+    if schedule:
+        parser.add_argument("--schedule", action="store_true", help="make no machine code; judge by the roofline")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.cases if name not in targets]:
         parser.error(f"unknown case {unknown[0]!r}; choose from {', '.join(targets)}")
     names = given.cases or list(targets)
     if not given.show:
         for name in names:
-            compile_rows(name, given.timeout)
+            until: Until = "schedule" if schedule and given.schedule else "code"
+            compile_rows(Store(name, targets[name], folder, given.timeout, until))
     return show([Store(name, targets[name], folder) for name in names if (folder / f"{name}.json").exists()])

@@ -84,10 +84,9 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 
-def compile_rows(name: str, timeout_s: float) -> None:
+def compile_rows(store: Store) -> None:
     """Compile and store the plans of a case."""
-    case = CASES[name]
-    store = Store(name, case.target, FOLDER, timeout_s)
+    case = CASES[store.case]
     store.begin()
     for remat in case.remats:
         compile_row(case, remat, "plan", store)
