@@ -88,11 +88,32 @@ def product(subscripts: str, *shapes: tuple[int, ...]) -> Op:
 COLUMNS: Spec = ((), ("fsdp",))
 
 
-def test_only_products_of_two_matrices_are_computed_transposed() -> None:
+def test_only_products_of_two_operands_with_the_columns_of_one_are_computed_transposed() -> None:
     matrices = product("ka,kb->ab", (4096, 256), (4096, 1024))
     assert is_lane_sharded(matrices, ((), ()), COLUMNS, {"fsdp": 8})
     both = product("k,kab->ab", (4096,), (4096, 256, 1024))  # both dimensions of one operand
     assert not is_lane_sharded(both, ((), ()), COLUMNS, {"fsdp": 8})
+    heads = product("kab,kc->abc", (4096, 4, 128), (4096, 1024))
+    assert is_lane_sharded(heads, ((),) * 3, ((), (), ("fsdp",)), {"fsdp": 8})
+    assert not is_lane_sharded(heads, ((),) * 3, ((), ("fsdp",), ()), {"fsdp": 8})
+    of_result = product("kc,kab->cab", (4096, 1024), (4096, 4, 128))
+    assert not is_lane_sharded(of_result, ((),) * 3, ((), (), ("fsdp",)), {"fsdp": 1})
+
+
+def test_the_gradient_of_a_weight_of_heads() -> None:
+    """`[heads, head_dim, in]` is computed as `[in, heads, head_dim]`, scattered along its first dimension."""
+    op = product("kab,kc->abc", (64, 4, 16), (64, 1024))
+    assert op.rule is not None
+    ((summed,), *_) = op.rule.operands[0]
+    chosen = OperatorStrategy({"fsdp": summed}, (Move("reduce-scatter", ("fsdp",), -1, 0.0, 0.0),))
+    made: list[tuple[tuple[int, ...], Spec]] = []
+    dy = jax.random.normal(jax.random.key(0), (64, 4, 16))
+    x = jax.random.normal(jax.random.key(1), (64, 1024))
+    layout: Any = SimpleNamespace(mesh={"fsdp": 8})
+    want: Spec = ((), (), ("fsdp",))
+    got = scattered_product(layout, op, (dy, x), chosen, want, lambda y, spec: made.append((y.shape, spec)) or y)
+    assert made == [((1024, 4, 16), (("fsdp",), (), ()))]
+    np.testing.assert_allclose(got, jnp.einsum("kab,kc->abc", dy, x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["reduce-scatter", "all-reduce"])
