@@ -6,7 +6,8 @@ For each case, these programs are compiled:
 
     expert     the grid `expert_plans.styles` x remat x microbatches, in the order of lower bounds (`rooflines`), until
                the next bound exceeds the fastest time so far. Programs that cannot fit are left out. Experts have the
-               kernels of the machine, and what the planner's candidates keep and offload beside their own policies
+               kernels of the machine in the same blocks, and what the planner's candidates keep and offload beside their
+               own policies
     planner    its best variant by its own estimate, and the best of its candidates by the compiler (`verify=3`)
     options    the best program of both, under every option set
     today      common practice, under the expert's remat, microbatches and options
@@ -44,10 +45,12 @@ from rooflines import bound
 
 from autoshard import plan
 from autoshard.errors import AutoshardError
+from autoshard.kernels.block_choice import under_rules
 from autoshard.sharding.audit import CompileJob
 from autoshard.sharding.audit.export import export, export_plan
 from autoshard.sharding.autotune.selection import requested_selection
 from autoshard.sharding.machines.device_mesh import traced_machine
+from autoshard.sharding.machines.kernel_rules import block_rules
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.variants import Attempt, variant_rounds
 from autoshard.train.program.build import (
@@ -66,9 +69,10 @@ SPARE = 4  # chosen: so many times `--few` programs are ranked, because some may
 
 def export_expert(case: Case, style: Style, remat: str, microbatches: int, options: Mapping[str, str]) -> CompileJob:
     """Export an expert's step for the compiler."""
-    made = expert_step(case.variant(remat), style, microbatches, traced_machine(None, case.target))
     platform = "cuda" if find_target(case.target).gpu else "tpu"
-    program = export(made.fn, made.avals, made.in_shardings, made.out_shardings, platform)
+    with under_rules(block_rules(None, case.target)):
+        made = expert_step(case.variant(remat), style, microbatches, traced_machine(None, case.target))
+        program = export(made.fn, made.avals, made.in_shardings, made.out_shardings, platform)
     return CompileJob(program, platform, case.target, made.mesh, tuple(range(case.devices)), made.donated, options)
 
 
