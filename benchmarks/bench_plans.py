@@ -6,8 +6,8 @@ For each case, these programs are compiled:
 
     expert     the grid `expert_plans.styles` x remat x microbatches, in the order of lower bounds (`rooflines`), until
                the next bound exceeds the fastest time so far. Programs that cannot fit are left out. Experts have the
-               kernels of the machine in the same blocks, and what the planner's candidates keep and offload beside their
-               own policies
+               kernels of the machine in the planner's blocks, and what the planner's candidates keep and offload beside
+               their own policies
     planner    its best variant by its own estimate, and the best of its candidates by the compiler (`verify=3`)
     options    the best program of both, under every option set
     today      common practice, under the expert's remat, microbatches and options

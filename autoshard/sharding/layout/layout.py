@@ -24,7 +24,8 @@ from autoshard.sharding.axes.merged.merged_axes import rearranged_axes
 from autoshard.sharding.axes.roles import Role, Roles
 from autoshard.sharding.axes.stored_values import is_small_stack, small_layers, sources_of
 from autoshard.sharding.axes.typical_inputs import typical_inputs
-from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES, LEAST_INPUT_FEATURES
+from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES
+from autoshard.sharding.layout.storage_dims import stored_dim
 from autoshard.sharding.program.array_sizes import is_float, itemsize
 from autoshard.spmdrules.core.placement import Spec, exchanged_spec
 
@@ -268,8 +269,8 @@ class Layout:
     def with_storage(self, leaves: Leaves, shape: Sequence[int], role: Role) -> Spec:
         """The spec of a tensor of state, in which the storage axes of its role shard its largest dimensions.
 
-        The kernel of a convolution is sharded along its input features rather than its output features. Along the
-        input features, XLA:TPU reduce-scatters its gradient; along the output features, it all-reduces some shapes.
+        Kernels of convolutions and weights of heads are sharded where XLA:TPU reduce-scatters their gradients
+        (`storage_dims`).
 
         If other mesh axes also shard the batch, dimensions that are not sharded yet take precedence. XLA's partitioner
         then reduce-scatters the gradient over the storage axes, and all-reduces the shards over the others. But if
@@ -300,10 +301,7 @@ class Layout:
                     if table and table.is_stored_by_features(self._parts_of_batch, self.roles.exchange_weight(shards)):
                         divisible = [d for d in divisible if d - len(shape) not in table.indexed] or divisible
                     divisible = [d for d in divisible if d not in joined] or divisible
-                    if outputs in divisible:
-                        least = LEAST_INPUT_FEATURES * shards
-                        divisible = [d for d in divisible if d != outputs and local[d] >= least] or divisible
-                    best = max(divisible, key=lambda d: (local[d], -d))
+                    best = stored_dim(local, out, shardable, divisible, outputs, shards)
                     out[best] += free[:count]
                     local[best] //= shards
                     free = free[count:]
