@@ -162,8 +162,10 @@ def _reasons(plan: ShardingPlan, leaf: Leaf, axis: str, names: AxisNames) -> lis
     what = names.short(winner or (leaf.axes[place] if place < len(leaf.axes) else "?"))
     start = f"shards dimension {place} ({what}) {n} ways"
     if winner is None and stored:
-        why = "the largest dimension that the mesh axis divides; in compute the mesh axis shards"
-        return [f"{start} in storage only (ZeRO): {why} {order}"]
+        free = [size for size, dim in zip(leaf.shape, spec, strict=True) if not dim and size % n == 0]
+        is_largest = max(free, default=0) <= leaf.shape[place]
+        why = "the largest dimension that the mesh axis divides" if is_largest else "collectives cost less along it"
+        return [f"{start} in storage only (ZeRO): {why}; in compute the mesh axis shards {order}"]
     if winner is None:
         return [f"{start}: fixed by the user, or as the array was already sharded; by its rule it shards {order}"]
     before = [_refusal(plan, leaf, axis, name, names) for name in candidates[: candidates.index(winner)]]

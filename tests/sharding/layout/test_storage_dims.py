@@ -12,8 +12,8 @@ from autoshard.sharding.layout.storage_dims import stored_dim
 Weights = dict[str, jax.Array]
 
 
-def specs(width: int, heads: int, features: int, words: str) -> dict[str, Any]:
-    """Return the stored sharding of the weights of a layer of attention, without its products of queries and keys."""
+def planned(width: int, heads: int, features: int, words: str) -> autoshard.Plan:
+    """Plan a layer of attention, without its products of queries and keys."""
 
     def step(weights: Weights, x: jax.Array) -> Weights:
         def loss(weights: Weights) -> jax.Array:
@@ -25,7 +25,12 @@ def specs(width: int, heads: int, features: int, words: str) -> dict[str, Any]:
     sizes = {"query": (width, heads, features), "out": (heads, features, width)}
     weights = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
     x = jax.ShapeDtypeStruct((64, 128, width), jnp.float32)
-    made = autoshard.plan(step, weights, x, plan=words, target="v5e:2x4")
+    return autoshard.plan(step, weights, x, plan=words, target="v5e:2x4")
+
+
+def specs(width: int, heads: int, features: int, words: str) -> dict[str, Any]:
+    """Return the stored sharding of the weights."""
+    made = planned(width, heads, features, words)
     return {leaf.path.rpartition("/")[2]: tuple(leaf.spec) for leaf in made.inputs if leaf.role == "parameter"}
 
 
@@ -41,6 +46,13 @@ def specs(width: int, heads: int, features: int, words: str) -> dict[str, Any]:
 )
 def test_heads(sizes: tuple[int, int, int], words: str, query: Any, out: Any) -> None:
     assert specs(*sizes, words) == {"query": query, "out": out}
+
+
+def test_the_explanation_says_why_a_smaller_dimension_is_sharded() -> None:
+    made = {width: planned(width, 32, 80, "fsdp:8") for width in (2560, 2048)}
+    reasons = {width: " ".join(each.explain("weights/query").split()) for width, each in made.items()}
+    assert "collectives cost less along it" in reasons[2560]
+    assert "the largest dimension" in reasons[2048]
 
 
 @pytest.mark.parametrize(

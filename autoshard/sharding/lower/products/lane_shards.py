@@ -8,9 +8,8 @@ reduce-scattered. `benchmarks/reductions.py` shows it for squares of 1024 and 20
 
 The gradient of a weight `[in, heads, head_dim]` is computed in the same way: `[in, heads, head_dim]` instead of
 `[heads, head_dim, in]`. With 128 features in a head it is then reduce-scattered (Llama-2 7B, v5p:4x4x4, `dp:2 fsdp:32`:
-442 instead of 447 ms by the roofline). With 64 it is all-reduced as before (ViT-L/16, v5e:4x4). It would have to be
-reshaped to a matrix, and the copies of activations for it cost more than the reduce-scatter gains (274 instead of
-272 ms). Weights `[heads, head_dim, out]` are computed as they are.
+442 instead of 447 ms by the roofline). With 64 it is all-reduced as before, so such weights are stored along heads
+(`layout.storage_dims`). Weights `[heads, head_dim, out]` are computed as they are.
 """
 
 from __future__ import annotations
