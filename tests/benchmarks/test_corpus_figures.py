@@ -1,5 +1,6 @@
 """The figures of the compiled corpus, from rows that are made up."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,7 +9,7 @@ import plan_rows
 import pytest
 from bench_formulations import audited
 from corpus_figures import figures
-from plan_rows import Planned, Row, Store
+from plan_rows import Planned, Row, Store, best, measures_of
 
 from autoshard.sharding.audit import Audit, Compiled
 from autoshard.sharding.audit.traffic_diff import Unplanned
@@ -115,6 +116,20 @@ def test_rows_without_machine_code_count_by_the_roofline(tmp_path):
     assert found["roofline"]["over_expert"] == {"programs": 1, "worst": 1.2, "mean": pytest.approx(1.2)}
     assert found["cycles"]["over_expert"]["programs"] == 0
     assert one.rows[0].seconds == 1.2
+
+
+def test_the_best_row_is_the_fastest_by_a_measure_of_all_rows(tmp_path):
+    """The cycles of one program are not compared with the roofline of another. The file lists the common measures."""
+    code = row("plan", "fsdp:8", 2.0, 0.9, roofline=1.0)
+    scheduled = replace(row("plan", "dp:8", 0.0, 0.9), step={"roofline": 1.5})
+    large = replace(row("plan", "tp:8", 0.0, 0.9, gib=17.0), step={"roofline": 0.5})
+    assert best([code, scheduled, large]) == code
+    assert best([code, replace(scheduled, step={"roofline": 0.9, "cycles": 3.0})]) == code
+    assert best([large]) is None
+    made = store(tmp_path, "one", "fsdp:8", code, scheduled)
+    made.save()
+    assert json.loads(made.path.read_text())["measures"] == ["roofline"]
+    assert measures_of([code]) == ["cycles", "roofline"] and measures_of([]) == []
 
 
 def test_a_store_of_schedules_keeps_rows_with_machine_code(tmp_path, monkeypatch):
