@@ -31,3 +31,12 @@ STATE_LEAVES_SHARE = 0.5
 
 # Number of changed leaves that an error message lists (`state_checks`). Source: chosen.
 SHOWN_CHANGES = 5
+
+# Least number of input features in each shard of a convolution's kernel for it to be stored along its input features
+# (`storage_dims`). With fewer, it is stored along its output features. Source: a tile of a TPU has 16 rows of
+# 16-bit elements.
+LEAST_INPUT_FEATURES = 16
+
+# Along its last dimension in memory, a gradient is reduce-scattered if each shard has a multiple of so many elements.
+# Source: compiled for TPUs (`storage_dims`).
+SCATTERED_COLUMNS = 256

@@ -8,15 +8,6 @@ Plans, prices and lowered programs depend on all of them. None is known to have 
 # all latency. Source: chosen, not measured.
 EARLY_GATHER_SLICE_BYTES = 2**16
 
-# Least number of input features in each shard of a convolution's kernel for it to be stored along its input features
-# (`storage_dims`). With fewer, it is stored along its output features. Source: a tile of a TPU has 16 rows of
-# 16-bit elements.
-LEAST_INPUT_FEATURES = 16
-
-# Along its last dimension in memory, a gradient is reduce-scattered if each shard has a multiple of so many elements.
-# Source: compiled for TPUs (`storage_dims`).
-SCATTERED_COLUMNS = 256
-
 # Relative difference in cost below which two strategies of an operator tie (`operator_strategy.choose_strategy`). It
 # absorbs rounding errors of floats. Source: chosen.
 STRATEGY_TIE = 1e-9

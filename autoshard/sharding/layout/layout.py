@@ -24,8 +24,8 @@ from autoshard.sharding.axes.merged.merged_axes import rearranged_axes
 from autoshard.sharding.axes.roles import Role, Roles
 from autoshard.sharding.axes.stored_values import is_small_stack, small_layers, sources_of
 from autoshard.sharding.axes.typical_inputs import typical_inputs
+from autoshard.sharding.axes.weights.storage_dims import stored_dim
 from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES
-from autoshard.sharding.layout.storage_dims import stored_dim
 from autoshard.sharding.program.array_sizes import is_float, itemsize
 from autoshard.spmdrules.core.placement import Spec, exchanged_spec
 
@@ -270,7 +270,7 @@ class Layout:
         """The spec of a tensor of state, in which the storage axes of its role shard its largest dimensions.
 
         Kernels of convolutions and weights of heads are sharded where XLA:TPU reduce-scatters their gradients
-        (`storage_dims`).
+        (`axes.weights.storage_dims`).
 
         If other mesh axes also shard the batch, dimensions that are not sharded yet take precedence. XLA's partitioner
         then reduce-scatters the gradient over the storage axes, and all-reduces the shards over the others. But if

@@ -9,7 +9,7 @@ reduce-scattered. `benchmarks/reductions.py` shows it for squares of 1024 and 20
 The gradient of a weight `[in, heads, head_dim]` is computed in the same way: `[in, heads, head_dim]` instead of
 `[heads, head_dim, in]`. With 128 features in a head it is then reduce-scattered (Llama-2 7B, v5p:4x4x4, `dp:2 fsdp:32`:
 442 instead of 447 ms by the roofline). With 64 it is all-reduced as before, so such weights are stored along heads
-(`layout.storage_dims`). Weights `[heads, head_dim, out]` are computed as they are.
+(`axes.weights.storage_dims`). Weights `[heads, head_dim, out]` are computed as they are.
 """
 
 from __future__ import annotations

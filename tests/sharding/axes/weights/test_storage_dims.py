@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.sharding.layout.storage_dims import stored_dim
+from autoshard.sharding.axes.weights.storage_dims import stored_dim
 
 Weights = dict[str, jax.Array]
 

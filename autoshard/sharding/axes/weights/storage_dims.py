@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.sharding.layout.constants import LEAST_INPUT_FEATURES, SCATTERED_COLUMNS
+from autoshard.sharding.axes.constants import LEAST_INPUT_FEATURES, SCATTERED_COLUMNS
 from autoshard.sharding.machines.constants import TPU_LANES
 
 
