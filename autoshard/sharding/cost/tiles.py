@@ -119,7 +119,8 @@ def row_major_values(program: Program) -> frozenset[int]:
     """Return the values that are stored row by row: operands and results of declared operators, and stacks of them.
 
     XLA chooses the order of dimensions in which other values are stored. It stores an operand's source in the same
-    order, if the operand is only a cast, a multiple or a transpose of it that keeps the last dimension. Compiled for
+    order, if the operand is computed from it elementwise, as from a product before its bias, or is a transpose of it
+    that keeps the last dimension. Compiled for
     v5e (libtpu 0.0.42), stacks of the queries, keys, values and results of splash attention with heads of 64 elements
     take twice their bytes. The queries are stored before they are scaled.
     """
@@ -129,8 +130,8 @@ def row_major_values(program: Program) -> frozenset[int]:
         for op in reversed(block.ops):
             if is_declared(op):
                 found.update(v for v in op.operands if v >= 0)
-            elif op.results and op.results[0] in found and (source := _source_of_rows(op)) >= 0:
-                found.add(source)
+            elif op.results and op.results[0] in found:
+                found.update(_sources_of_rows(op))
         for op in block.ops:
             if is_declared(op):
                 found.update(op.results)
@@ -144,19 +145,24 @@ def row_major_values(program: Program) -> frozenset[int]:
     return frozenset(found)
 
 
-def _source_of_rows(op: Op) -> int:
-    """Return the only array that an operator takes, if the result has its elements in the same rows; -1 otherwise."""
+def _sources_of_rows(op: Op) -> list[int]:
+    """Return the arrays from which an operator computes its result row by row, such as a product before its bias."""
     arrays = [n for n, v in enumerate(op.operands) if v >= 0 and op.eqn.invars[n].aval.shape]
-    if len(arrays) != 1 or len(op.results) != 1 or op.rule is None:
-        return -1
-    before, after = op.eqn.invars[arrays[0]].aval.shape, op.eqn.outvars[0].aval.shape
+    if not arrays or len(op.results) != 1 or op.rule is None:
+        return []
+    after = op.eqn.outvars[0].aval.shape
+    if not is_kernel(op) and op.name not in ("transpose", "rev", *_RESHAPES):  # elementwise
+        return [op.operands[n] for n in arrays if op.eqn.invars[n].aval.shape == after]
+    if len(arrays) != 1:
+        return []
+    before = op.eqn.invars[arrays[0]].aval.shape
     if op.name == "transpose":
         keeps = op.eqn.params["permutation"][-1] == len(before) - 1
     elif op.name in _RESHAPES:
         keeps = before[-1:] == after[-1:] and [n for n in before if n > 1] == [n for n in after if n > 1]
     else:
-        keeps = op.name in _COPIES or (before == after and not is_kernel(op) and op.name != "rev")
-    return op.operands[arrays[0]] if keeps else -1
+        keeps = op.name in _COPIES
+    return [op.operands[arrays[0]]] if keeps else []
 
 
 def batches_of_products(program: Program, written: Set[int]) -> dict[int, frozenset[int]]:

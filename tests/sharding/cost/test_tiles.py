@@ -50,6 +50,7 @@ def row_sums(x):
         lambda x: jnp.transpose(x, (1, 0, 2)),
         lambda x: (x.astype("bfloat16") * 0.125).astype("float32"),
         lambda x: x[:, :, None].reshape(x.shape),
+        lambda x: x + jnp.ones(x.shape[-1:])[None, None],  # a bias
     ],
 )
 def test_stacks_of_operands_of_opaque_operators_have_whole_tiles(changed):
