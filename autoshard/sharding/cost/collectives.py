@@ -101,11 +101,13 @@ class LiveBuffers:
         nbytes: bytes of each buffer.
         first: for each buffer, the number of the first operator that has it, counted as in `Program.ops`.
         last: for each buffer, the number of the last one.
+        is_divided: whether each is the memory of an opaque operator, which consists of several arrays.
     """
 
     nbytes: float
     first: np.ndarray
     last: np.ndarray
+    is_divided: bool = False
 
 
 @shown

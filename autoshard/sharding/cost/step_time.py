@@ -51,18 +51,20 @@ from autoshard.sharding.cost.collectives import (
 )
 from autoshard.sharding.cost.delays.delayed_gradients import held_until
 from autoshard.sharding.cost.delays.delayed_kernels import ends_of_bodies, held_for_kernels
+from autoshard.sharding.cost.delays.delayed_products import DelayedProducts
 from autoshard.sharding.cost.equivalence_classes import (
     OperatorClass,
-    SharedOperands,
     ValueClasses,
     distinctly_fixed,
     operator_classes,
     value_classes,
 )
 from autoshard.sharding.cost.fusion import Fusion
+from autoshard.sharding.cost.gathers.cast_lookups import cast_lookups
 from autoshard.sharding.cost.gathers.constraint_moves import constraint_moves, constraints
 from autoshard.sharding.cost.gathers.early_gathers import EarlyGathers, Gathered
 from autoshard.sharding.cost.gathers.sequential_gathers import gathered_one_ahead
+from autoshard.sharding.cost.gathers.shared_gathers import add_moved
 from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory
 from autoshard.sharding.cost.overlap import Place
@@ -123,6 +125,8 @@ class CostModel:
         self.queries = SpecQueries(axes, roles, self.classes, distinct)
         self.known, self._constraints = KnownPrices(axes, roles, fusion, target), constraints(axes.program)
         self.prices = OperatorPrices(axes, roles, target, fusion)
+        self._cast_lookups = cast_lookups(axes.program) if target.platform == "tpu" else {}
+        self._late = DelayedProducts(axes.program, roles, fusion) if target.platform == "tpu" else None
         self._memo: list[dict[int, Price]] = [{} for _ in self.classes]  # for each class: number of specs -> price
         self._canonical: WeakKeyDictionary[Layout, CanonicalLayout] = WeakKeyDictionary()
         self._least_time, self._pipeline_time = self._new_bounds()
@@ -156,9 +160,11 @@ class CostModel:
             return self._distinguishing(distinct)(layout)
         compute, collectives, times_us = 0.0, [], []
         buffers: dict[Any, LiveBuffers] = {}  # one gather serves all operators that take its result
+        moved_bytes: dict[Any, float] = {}
         gathered: dict[Any, Gathered] = {}
         sequential = self.gather == SEQUENTIAL
         in_order: list[LiveBuffers] = []  # of sequential gathers: each serves one operator
+        waiting: list[LiveBuffers] = []  # of delayed products
         canonical, assignment = self._canonical.pop(layout, None), self.target.assign(layout.mesh)
         if canonical is None:
             canonical = CanonicalLayout(layout, self.queries)
@@ -173,7 +179,7 @@ class CostModel:
                     read_bytes = price.inside.read_for(delayed)
                     buffers["delayed", number] = held_for_kernels(read_bytes, each.members, self._ends_of_bodies)
             if held_bytes:
-                buffers["opaque", number] = LiveBuffers(held_bytes, each.members, each.members)
+                buffers["opaque", number] = LiveBuffers(held_bytes, each.members, each.members, True)
             for move in price.moves:
                 new, (name, *others) = each.members if move.array >= 0 else each.reduced_at, move.axes
                 axes = tuple(a for name in move.axes for a in names[name]) if others else names[name]
@@ -182,7 +188,12 @@ class CostModel:
                 elif move.array in inside:
                     new = new if move.array < 0 else np.concatenate([some.first for some in each.shared[move.array]])
                 elif move.array >= 0 and not move.hops:
-                    new = self._add_moved(buffers, move, axes, each.shared[move.array])
+                    narrow = self._cast_lookups.get(each.op.results[0], 1.0) if each.op.results else 1.0
+                    late = self._late is not None and self._late.has(each, move, self._state_values)
+                    until = self._delayed_until if late else None
+                    new = add_moved(buffers, moved_bytes, move, axes, each.shared[move.array], narrow, until)
+                    if self._late is not None and until is not None:
+                        waiting += self._late.held(layout, each, move, until)
                     if self.early is not None and self._is_state(each.op.operands[move.array]):
                         for some in each.shared[move.array]:
                             key = move.kind, axes, some.number
@@ -191,7 +202,7 @@ class CostModel:
                 elif move.kind == "reduce-scatter" and (new is each.members or each.waiting):
                     is_sliced = assignment.links(move.kind, axes).kind == "all-reduce"
                     late = self._scatters_late and self._is_prefetchable(each.op, move)
-                    last = self._held_until[new] if is_sliced or late else new
+                    last = self._delayed_until[new] if is_sliced else self._held_until[new] if late else new
                     buffers["reduced", number, move.array] = LiveBuffers(move.local_bytes, new, last)
                 if move.array < 0 and each.waiting:
                     first, last = np.array(each.waiting).T
@@ -207,14 +218,14 @@ class CostModel:
         host = self.host_traffic(layout, times, self.target.chip)
         cost = step_cost(compute, collectives, self.target.chip, host, times, sequential=sequential)
         if self.early is not None:
-            others = [some for key, some in buffers.items() if key not in gathered]
+            others = [*(some for key, some in buffers.items() if key not in gathered), *waiting]
             products = [
                 us if each.op.name in CONTRACTIONS or is_declared(each.op) else 0.0
                 for us, each in zip(times_us, self.classes, strict=True)
             ]
             return self.early(cost, [*gathered.values()], others, times, self.stretches.times(products))
         ahead = gathered_one_ahead(in_order, self.stretches.number)
-        return replace(cost, live_buffers=(*buffers.values(), *ahead))
+        return replace(cost, live_buffers=(*buffers.values(), *waiting, *ahead))
 
     def repeated_us(self, layout: Layout) -> Mapping[str, float]:
         """Return the time that a device spends on work that other devices repeat: source line -> microseconds.
@@ -312,24 +323,6 @@ class CostModel:
             return False
         return all(some.is_moved_for_one for some in each.shared[operand])
 
-    def _add_moved(
-        self, buffers: dict[Any, LiveBuffers], move: Move, axes: tuple[str, ...], operands: Sequence[SharedOperands]
-    ) -> np.ndarray:
-        """Add the operands that an operator class moves to `buffers`.
-
-        Returns:
-            For each operand that was not in `buffers` yet, the number of the first operator that takes it.
-        """
-        new, extra = [], move.local_bytes + move.wire_bytes if move.kind == "all-gather" else 0.0
-        for some in operands:
-            found = buffers.get((move.kind, axes, some.number))
-            if found is None:
-                buffers[move.kind, axes, some.number] = LiveBuffers(extra, some.first, some.last)
-                new.append(some.first)
-            else:
-                found.first, found.last = np.minimum(found.first, some.first), np.maximum(found.last, some.last)
-        return np.concatenate(new) if new else np.zeros(0, int)
-
     def _places(self, op: Op, move: Move, ops: np.ndarray) -> list[tuple[np.ndarray, Place | None]]:
         """Return the operators of a class that need a collective, and where it runs if compute can hide it."""
         is_before, hidden = move.array >= 0, self._is_prefetchable(op, move)
@@ -354,6 +347,10 @@ class CostModel:
     @cached_property
     def _ends_of_bodies(self) -> np.ndarray:
         return ends_of_bodies(self.axes.program)
+
+    @cached_property
+    def _delayed_until(self) -> np.ndarray:
+        return np.maximum(self._held_until, self._ends_of_bodies)
 
     @cached_property
     def _state_values(self) -> set[int]:

@@ -106,9 +106,10 @@ def test_operators_that_are_not_priced_move_nothing(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gathered_values_are_live_from_their_first_use_to_their_last(strategy):
+def test_gathered_values_are_live_from_their_first_use_to_their_last(strategy, monkeypatch):
     """The live ranges of classes are those of each value in each loop."""
     planning, chosen_layout = problem(), layout(strategy)
+    monkeypatch.setattr(planning.cost, "_late", None)  # delayed products hold them longer
     class_of = {number: (n, each) for n, each in enumerate(planning.cost.classes) for number in each.numbers}
     canonical = CanonicalLayout(chosen_layout, planning.cost.queries)
     expected: dict[Any, list[float]] = {}

@@ -93,7 +93,7 @@ def test_rematerialized_layers_gather_before_what_they_rematerialize():
 
 
 def test_auto_gathers_sequentially_only_if_nothing_else_fits():
-    forward, rows = written_out(jax.checkpoint(layer)), ROWS // 16  # parameters are large beside activations
+    forward, rows = written_out(layer), ROWS // 16  # parameters are large beside activations
     auto, sequential = (
         planned(forward, gather, rows=rows).estimate.peak_memory_bytes for gather in ("auto", "sequential")
     )
