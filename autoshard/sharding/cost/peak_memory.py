@@ -33,9 +33,11 @@ from autoshard.sharding.cost.collectives import LiveBuffers
 from autoshard.sharding.cost.delays.delayed_gradients import last_operator, points
 from autoshard.sharding.cost.equivalence_classes import ValueClasses, distinctly_fixed, value_classes
 from autoshard.sharding.cost.fusion import Fusion
+from autoshard.sharding.cost.gathers.cast_lookups import cast_lookups
 from autoshard.sharding.cost.gathers.gathered_updates import gathered_updates, updates
 from autoshard.sharding.cost.gathers.transposed_stacks import stack_uses, transposed_stacks
 from autoshard.sharding.cost.gathers.whole_rows import kept_whole, rows_of_gathers
+from autoshard.sharding.cost.heap import first_stacks, heap_bytes
 from autoshard.sharding.cost.reused_buffers import cast_stacks, overwritten, parts_of_stacks, scattered_into_sums
 from autoshard.sharding.cost.tiles import batches_of_products, row_major_values, row_padding, tile_padding
 from autoshard.sharding.layout.layout import Layout
@@ -86,7 +88,7 @@ class MemoryModel:
             self.written[kept] |= self.written[v]
         self.written[list(self.merged)] = False
         self.on_host = np.array([_compat.is_on_host(a) for a in program.avals], bool)
-        self.narrow = fusion.narrow
+        self.narrow = fusion.narrow | cast_lookups(program) if self.is_tiled else fusion.narrow
         self.whole = self._whole()
         self.written[list(parts_of_stacks(program, fuses_operands=self.is_tiled))] = False
         inputs = set(program.inputs)
@@ -96,6 +98,8 @@ class MemoryModel:
         for _, out in state:
             self.written[out] = out in inputs  # donated: written over the input
         self._hand_over_carries(program)
+        stacks, before = first_stacks(program, roles, fusion) if self.is_tiled else ([], None)
+        self.birth[stacks] = self.point[id(before)] if before is not None else 0
         self.gathered_inputs = {
             op.results[0]: op.operands[0]
             for op in program.ops() if op.name == before_loop_p.name and op.operands[0] in inputs
@@ -156,7 +160,7 @@ class MemoryModel:
             same = self.whole[one] == self.whole[other] and other in own
             return same and self.axes.of_value[one] == self.axes.of_value[other]
 
-        found, early = overwritten(program, fusion, is_last, is_alike, on_gpu=self.on_gpu)
+        found, early = overwritten(program, fusion, is_last, is_alike, on_gpu=self.on_gpu, on_tpu=self.is_tiled)
         for v, op in found.items():
             self.death[v] = self.point[id(op)] - 1
         for v, op in early.items():
@@ -253,7 +257,9 @@ class MemoryModel:
         parts = {role: float(local[values].sum()) for role, values in self.of_role.items()}
         if self.constant_bytes:
             parts["constant"] = self.constant_bytes
-        parts["temporary"] = float(self._live(local, self._buffers(layout, buffers)).max(initial=0.0)) + sum(
+        spans = self._spans(local, self._buffers(layout, buffers))
+        placed = heap_bytes(*(each.tolist() for each in spans)) if self.is_tiled else self._live(*spans[:3]).max()
+        parts["temporary"] = float(placed) + sum(
             float(self.whole[v]) / layout.shard_count(axes_of(layout.spec(v)))
             for v in layout.inputs_gathered_before_loops
         )
@@ -265,12 +271,12 @@ class MemoryModel:
             return 0.0
         local = np.where(self.on_host, self._local(layout), 0.0)
         local[list(self.slices)] = 0.0
-        return float(local[list(self.axes.program.inputs)].sum() + self._live(local).max(initial=0.0))
+        return float(local[list(self.axes.program.inputs)].sum() + self._live(*self._spans(local)[:3]).max())
 
     def at_peak(self, layout: Layout, buffers: Sequence[LiveBuffers] = ()) -> list[tuple[int, float]]:
         """Return the temporaries at the peak, the largest first, as (value, bytes on one device)."""
         local = np.where(self.on_host, 0.0, self._local(layout))
-        peak = int(self._live(local, self._buffers(layout, buffers)).argmax())
+        peak = int(self._live(*self._spans(local, self._buffers(layout, buffers))[:3]).argmax())
         live = [v for v in self.keep.tolist() if self.birth[v] <= peak <= self.death[v]]
         return sorted(((v, float(local[v])) for v in live), key=lambda item: -item[1])
 
@@ -350,26 +356,32 @@ class MemoryModel:
         stacks = transposed_stacks(layout, self.stack_uses)
         return [*kept_whole(others, self.rows), *stacks, *gathered_updates(layout, self.updates, self.points)]
 
-    def _live(self, local: np.ndarray, buffers: Sequence[LiveBuffers] = ()) -> np.ndarray:
-        """Return the bytes of temporaries at each point of the program."""
-        first, last, sizes = [self.birth[self.keep]], [self.death[self.keep]], [local[self.keep]]
-        for some in buffers:
-            if some.nbytes:
-                ends = self.time[some.first], self.time[some.last]
-                first.append(np.minimum(*ends))
-                last.append(np.maximum(*ends))
-                sizes.append(np.full(len(some.first), some.nbytes))
+    def _spans(self, local: np.ndarray, buffers: Sequence[LiveBuffers] = ()) -> tuple[np.ndarray, ...]:
+        """Return the first and last points of all temporaries, their bytes, and whether they are divided.
+
+        Of those that begin at the same point, gathered operands come first, then the largest values.
+        """
+        values = self.keep[np.argsort(-local[self.keep], kind="stable")]
+        found = [(self.birth[values], self.death[values], local[values])]
         if self.fetched:
-            values, begins, ends = map(np.array, zip(*self.fetched, strict=True))
+            some, begins, ends = map(np.array, zip(*self.fetched, strict=True))
             # The buffer of this iteration is live until its value is used, that of the next one until the end.
-            first += [begins, begins]
-            last += [self.birth[values] - 1, ends]
-            sizes += [local[values], local[values]]
+            found += [(begins, self.birth[some] - 1, local[some]), (begins, ends, local[some])]
         if self.casts:
-            first.append(np.array([begin for _, begin, _ in self.casts.values()]))
-            last.append(np.array([end for _, _, end in self.casts.values()]))
-            sizes.append(np.array([local[v] * ratio for v, (ratio, _, _) in self.casts.items()]))
+            begins, ends = np.array([points for _, *points in self.casts.values()]).T
+            found.append((begins, ends, np.array([local[v] * ratio for v, (ratio, *_) in self.casts.items()])))
+        gathered, inside = list[tuple[np.ndarray, ...]](), list[tuple[np.ndarray, ...]]()
+        for each in buffers:
+            if each.nbytes:
+                one, other, size = self.time[each.first], self.time[each.last], np.full(len(each.first), each.nbytes)
+                some = inside if each.is_divided else gathered
+                some.append((np.minimum(one, other), np.maximum(one, other), size))
+        first, last, sizes = map(np.concatenate, zip(*gathered, *found, *inside, strict=True))
+        return first, last, sizes, np.arange(len(first)) >= len(first) - sum(len(size) for *_, size in inside)
+
+    def _live(self, first: np.ndarray, last: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return the bytes of these temporaries at each point of the program."""
         change = np.zeros(self.points + 2)
-        np.add.at(change, np.concatenate(first), np.concatenate(sizes))
-        np.subtract.at(change, np.concatenate(last) + 1, np.concatenate(sizes))
+        np.add.at(change, first, sizes)
+        np.subtract.at(change, last + 1, sizes)
         return np.cumsum(change)

@@ -97,6 +97,7 @@ def overwritten(
     is_alike: Callable[[int, int], bool],
     *,
     on_gpu: bool,
+    on_tpu: bool = False,
 ) -> tuple[dict[int, Op], dict[int, Op]]:
     """Find the kernels that write a result over one of their operands.
 
@@ -108,6 +109,8 @@ def overwritten(
         on_gpu: whether the program is compiled for GPUs. There, a kernel also computes a reduction that only it takes,
             such as that of a softmax. It reads whole rows, so it overwrites nothing. On other platforms, a kernel with
             several results runs at its first operator.
+        on_tpu: whether the program is compiled for TPUs. There, nothing is written over a result of a kernel with
+            several results (`_several_results`).
 
     Returns:
         Two mappings. The first is from each overwritten operand to the operator at which its kernel runs. The second
@@ -118,16 +121,19 @@ def overwritten(
     own = _reduced_for_one(fusion) if on_gpu else frozenset()
     ops = list(program.ops())
     maker = {v: op for op in ops for v in op.results if not op.blocks}
+    kept = _several_results(program, fusion, maker) if on_tpu else frozenset()
     place = {id(op): n for n, op in enumerate(ops)}
     readers = defaultdict[int, list[int]](list)
+    not_only_products: set[int] = set()
     for number, kernel in fusion.kernels.items():
         for v in kernel.reads:
             readers[v].append(place[number])
+        not_only_products.update(kernel.reads if kernel.op.name not in CONTRACTIONS else ())
     for op in ops:
         kernel = fusion.kernels.get(id(op))
         if kernel is None or own & {*kernel.reads}:
             continue
-        if op.name in CONTRACTIONS and {*kernel.writes}.isdisjoint(op.results) and not _is_rematerialized(op):
+        if op.name in CONTRACTIONS and {*kernel.writes}.isdisjoint(op.results):
             at = last = maker[kernel.writes[0]]  # the end of the chain of elementwise operators that it computes
         elif _is_elementwise(op):
             at = last = op
@@ -136,9 +142,11 @@ def overwritten(
                 last = max((maker[v] for v in kernel.writes), key=lambda one: place[id(one)])
         else:
             continue
+        # Elementwise results that only products take, such as the gradient of logits, are computed in these products.
+        stays = kept if op.name in CONTRACTIONS or not not_only_products.isdisjoint(kernel.writes) else frozenset()
         free = [
-            v for v in kernel.reads
-            if v not in found and is_last(v, last) and (at is last or max(readers[v]) <= place[id(at)])
+            v for v in kernel.reads if v not in found and v not in stays
+            and is_last(v, last) and (at is last or max(readers[v]) <= place[id(at)])
         ]  # fmt: skip
         for result in kernel.writes:
             alike = (v for v in free if is_alike(v, result) and _reaches_in_place(v, maker[result], maker, fusion))
@@ -149,13 +157,23 @@ def overwritten(
     return found, early
 
 
-def _is_rematerialized(op: Op) -> bool:
-    """Whether an operator is in a function under `jax.checkpoint`.
+def _several_results(program: Program, fusion: Fusion, maker: Mapping[int, Op]) -> frozenset[int]:
+    """Return the results of kernels with several results, if products or opaque operators are among these.
 
-    There, XLA:TPU computes the gradients of weights later, and keeps the recomputed activation until then. Compiled for
-    v5e (libtpu 0.0.42.1), a layer with gelu holds both the input of gelu and the gradient of that input.
+    A product's kernel also computes stored elementwise results that read no other array of their size. An example is
+    the `erfc` of a gelu. Compiled for v5e, v5p and v6e (libtpu 0.0.42.1), 31 training steps write 100 results over the
+    single result of a kernel, and none over one of several.
     """
-    return any(each.primitive.name == "remat2" for each in op.around)
+    found: set[int] = set()
+    products = {v for k in fusion.kernels.values() if k.op.name in CONTRACTIONS for v in k.writes}
+    for kernel in fusion.kernels.values():
+        if not _is_elementwise(kernel.op):
+            found.update(kernel.writes if len(kernel.writes) > 1 else ())
+        elif {*kernel.writes} == {*kernel.op.results}:
+            large = [v for v in kernel.reads if program.avals[v].size >= kernel.op.eqn.outvars[0].aval.size]
+            if len(large) == 1 and large[0] in products:
+                found.update((*large, *kernel.writes))
+    return frozenset(found)
 
 
 def _reaches_in_place(value: int, op: Op, maker: Mapping[int, Op], fusion: Fusion) -> bool:

@@ -121,11 +121,16 @@ def network(weights, x, act, remat):
     (jax.nn.gelu, False, False, 4),
     (jax.nn.silu, False, False, 4),
     (jax.nn.silu, True, False, 9),  # and the gate; the gradients of both are written over them
-    (jax.nn.gelu, False, True, 2),  # the weight's gradient needs the recomputed activation later
+    (functools.partial(jax.nn.gelu, approximate=False), False, False, 9),  # two results of a kernel: see below
+    (jax.nn.gelu, False, True, 1),
+    (functools.partial(jax.nn.gelu, approximate=False), False, True, 3),
     (jax.nn.silu, True, True, 3),
 ])  # fmt: skip
 def test_backward_passes_of_activations_on_tpus_hold_as_many_arrays_as_compiled(act, gated, remat, expected):
-    """Compiled for v5e, such programs hold these numbers of arrays of hidden features (`benchmarks/peak_memory.py`)."""
+    """Compiled for v5e, such programs hold these numbers of arrays of hidden features (`benchmarks/peak_memory.py`).
+
+    One kernel writes the input of an exact gelu and its `erfc`. Nothing is written over one of several results.
+    """
     rows, width, hidden, layers = 65_536, 512, 8192, 4
     shapes = {"up": (width, hidden), "down": (hidden, width)} | ({"gate": (width, hidden)} if gated else {})
     weights = [{name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}] * layers
@@ -134,7 +139,9 @@ def test_backward_passes_of_activations_on_tpus_hold_as_many_arrays_as_compiled(
     def step(weights, x):
         return jax.grad(functools.partial(network, act=act, remat=remat), (0, 1))(weights, x)
 
-    held = peak_bytes(step, weights, x, target="v5e:2x4") / (rows * hidden * 2 / 8)
+    bound = bound_or_error(plan(step, weights, x, plan="dp:8", target="v5e:2x4").bound)
+    alive = bound.problem.memory.at_peak(bound.layout, bound.problem.cost(bound.layout).live_buffers)
+    held = sum(size for _, size in alive) / (rows * hidden * 2 / 8)
     inputs = (layers + 1) * width / hidden  # of the layers
     assert expected + inputs / 2 < held < expected + inputs + 0.5
 
