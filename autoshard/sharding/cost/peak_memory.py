@@ -1,6 +1,7 @@
 """The bytes that one device holds at the peak of a step.
 
     peak_bytes = bytes of state and data + max over the program's points of the bytes of the live values
+               = bytes of state and data + size of the heap of live values, on TPUs (`heap`)
 
 A value is live from the operator that makes it to the last one that takes it. A value from outside of a loop that is
 used inside it is live until the loop ends. Values that XLA computes inside their users are never written (`fusion`);
