@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,9 +15,14 @@ from expert_step import Annotator, Expert, applied_on_shards
 from formulations.formulation import Formulation
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard import replace_kernels
-from autoshard.kernels.planned_platform import Planned, planned_for
+from autoshard import _compat
+from autoshard.kernels.block_choice import under_rules
+from autoshard.kernels.planned_platform import Planned, planned_for, planned_platform
+from autoshard.kernels.two_passes import kernel_of
+from autoshard.sharding.machines.kernel_rules import block_rules
 from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
+from autoshard.sharding.rewrite.evaluation import evaluated
+from autoshard.sharding.rewrite.kernel_rewriting import kernels_in
 from autoshard.spmdrules.custom_ops import operator
 from autoshard.train.step.parameter_paths import path_name
 
@@ -86,13 +92,31 @@ def corpus_step(formulation: Formulation, target: str | None, style: Style, mach
 
     def run(*flat: Any) -> list[Any]:
         applied = partial(applied_on_shards, notes.annotator, operator.apply)
-        with planned_for("cpu" if style.today else machine), mock.patch.object(operator, "apply", applied):
-            return jax.tree.leaves(replace_kernels(program.step)(*jax.tree.unflatten(tree, flat)))
+        blocks, kernels = _blocks(target), planned_for("cpu" if style.today else machine)
+        with blocks, kernels, mock.patch.object(operator, "apply", applied):
+            return jax.tree.leaves(with_step_kernels(program.step)(*jax.tree.unflatten(tree, flat)))
 
     shardings = [NamedSharding(style.mesh, spec_of(*each)) for each in leaves]
     results = shardings[:count] + [NamedSharding(style.mesh, PartitionSpec())]
     sizes = dict(zip(style.mesh.axis_names, style.sizes, strict=True))
     return Expert(run, [leaf for _, leaf in leaves], shardings, results, tuple(range(count)), sizes)
+
+
+def with_step_kernels(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step with kernels in the place of attention and its gradient, as `kernels="auto"` has them."""
+
+    def run(*args: Any) -> Any:
+        with _compat.classic_scans():
+            traced, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+        closed, _ = kernels_in(_compat.classic(traced), kernel_of(planned_platform()))
+        return jax.tree.unflatten(jax.tree.structure(shapes), evaluated(closed)(*jax.tree.leaves(args)))
+
+    return run
+
+
+def _blocks(target: str | None) -> AbstractContextManager[None]:
+    """Let attention kernels have the blocks that the planner's have on a machine."""
+    return nullcontext() if target is None else under_rules(block_rules(None, target))
 
 
 def most_promising(
@@ -108,8 +132,10 @@ def most_promising(
     """
     program = formulation.program(target)
     state, batch = program.shapes()
-    prices = StrategyPrices(replace_kernels(program.step), (state, *batch), target=target, donate_argnums=(0,))
-    found = prices.of(dict.fromkeys(style.words for style in styles if style.words))
+    with _blocks(target):
+        step = with_step_kernels(program.step)
+        prices = StrategyPrices(step, (state, *batch), target=target, donate_argnums=(0,))
+        found = prices.of(dict.fromkeys(style.words for style in styles if style.words))
     limit = prices.limit_bytes * most_over
     priced = [(style, found[style.words]) for style in styles if style.words in found]
     fitting = [each for each in priced if each[1].peak_memory_bytes <= limit]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from corpus_experts import corpus_step, corpus_styles
+from corpus_experts import corpus_step, corpus_styles, with_step_kernels
 from formulations.corpus import CORPUS
 from formulations.formulation import Formulation
 from formulations.parts import computing_in
 from jax.sharding import Mesh, NamedSharding
 
-from autoshard import auto_shard, plan, replace_kernels
+from autoshard import auto_shard, plan
 from autoshard.sharding.search.strategy_kinds import kind_of
 
 TOLERANCE = 5e-6  # relative norm of a leaf in float64; JAX's softmax and Flax's norms are still in float32
@@ -33,18 +33,18 @@ def exactly() -> Iterator[None]:
         yield
 
 
-def values(formulation: Formulation, kernels: Literal["off", "auto"] = "off") -> tuple[Any, tuple[Any, ...], Any]:
+def values(formulation: Formulation, kernels: bool = False) -> tuple[Any, tuple[Any, ...], Any]:
     """Return the small program's state and batch in float64, and the result of its step on one device.
 
     Args:
         formulation: the program.
-        kernels: the word for `replace_kernels`. Kernels compute in float32.
+        kernels: whether kernels take the place of attention. They compute in float32.
     """
     program = formulation.program()
     made = program.state(jax.random.key(0)), program.batch(jax.random.key(1))
     # Flax creates parameters in float32.
     state, batch = jax.tree.map(lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, made)
-    step = program.step if kernels == "off" else replace_kernels(program.step, kernels=kernels)
+    step = with_step_kernels(program.step) if kernels else program.step
     return state, batch, jax.device_get(jax.jit(step)(state, *batch))
 
 
@@ -89,7 +89,7 @@ def test_a_program_equals_one_device_under_its_plans(name):
 def test_an_expert_equals_one_device(name):
     formulation = CORPUS[name]
     with exactly():
-        state, batch, want = values(formulation, kernels="auto")  # as the expert's program has them
+        state, batch, want = values(formulation, kernels=True)  # as the expert's program has them
         grid = [style for style in corpus_styles(formulation, None) if style.zero == 3]
         found = {kind_of(style.words): style for style in grid}  # the last of a kind uses the most of it
         for style in found.values():

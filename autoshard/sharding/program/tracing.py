@@ -71,6 +71,7 @@ class Traced:
             for the program as the user wrote it.
         kernels: what `kernels=` found in the program, replaced or left.
         kernels_word: the word of `kernels=` with which the program was rewritten.
+        block_rules: what decides about the block sizes of its kernels; None for the defaults.
         microbatches: the number of parts of the batch over which the planner accumulates; 1 if it does not.
         stages: the number of stages of its pipeline; 1 if it has none.
         stage_layers: the number of layers of each of its stages, in the order of the layers; empty if it has none.
@@ -113,6 +114,7 @@ class Traced:
     moved_inputs: frozenset[int] = frozenset()
     kernels: tuple[KernelRecord, ...] = ()
     kernels_word: KernelWord = "off"
+    block_rules: BlockRules | None = None
     microbatches: int = 1
     replicas: int = 1
     stages: int = 1
@@ -359,6 +361,7 @@ def trace(
         arguments=argument_names(fn) if arguments is None else tuple(arguments),
         explicit_mesh=mesh,
         untyped=untyped,
+        block_rules=block_rules,
         result_specs=_compat.changed_types(result_specs, typed, [*found.state, *found.state_like]),
         static_numbers=static_numbers,
     )

@@ -105,6 +105,11 @@ def _edits_of(closed: Any) -> tuple[FrameEdits, Any, list[KernelRecord]]:
 
 def _replace(edits: FrameEdits, graph: Graph, one: Attention, kernel: Kernel) -> Attention:
     """Add the edits of one attention to those of a program; return what the proof of its gradients found."""
+    if one.gradients is not None:
+        raise Refused(
+            "the function already computes its gradient: use replace_kernels before jax.grad, or "
+            "auto_shard(kernels='auto') for a whole step"
+        )
     places = []
     for frame, position in graph.computing(one.out):
         if frame.is_in_call:

@@ -11,6 +11,7 @@ import jax
 from autoshard import _compat
 from autoshard._units import line_text
 from autoshard.errors import PlanError
+from autoshard.kernels.block_choice import under_rules
 from autoshard.kernels.planned_platform import Planned, planned_for, planned_platform
 from autoshard.kernels.two_passes import Kernel, kernel_of, kernel_refusals
 from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
@@ -41,7 +42,7 @@ def with_kernels(traced: Traced, word: KernelWord, machine: Planned) -> Traced:
     """
     if word == "off":
         return traced
-    with _compat.auto_axes(), planned_for(machine):
+    with _compat.auto_axes(), planned_for(machine), under_rules(traced.block_rules):
         closed, records = kernels_in(traced.closed, kernel_of(planned_platform()))
     if word == "require":
         check_required(traced.name, records)

@@ -106,12 +106,13 @@ def test_the_page_shows_kernels(tmp_path: Any) -> None:
     assert "left as it is" in text
 
 
-def tpu_step(w: jax.Array, x: jax.Array) -> Any:
-    def loss(w: jax.Array) -> jax.Array:
-        q, k, v = (jnp.einsum("bse,ehd->bshd", x, each) for each in w)
-        return jnp.mean(jnp.float32(jax.nn.dot_product_attention(q, k, v, is_causal=True)) ** 2)
+def tpu_loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    q, k, v = (jnp.einsum("bse,ehd->bshd", x, each) for each in w)
+    return jnp.mean(jnp.float32(jax.nn.dot_product_attention(q, k, v, is_causal=True)) ** 2)
 
-    return jax.value_and_grad(loss)(w)
+
+def tpu_step(w: jax.Array, x: jax.Array) -> Any:
+    return jax.value_and_grad(tpu_loss)(w, x)
 
 
 def shapes(seq: int) -> tuple[Any, Any]:
@@ -123,6 +124,18 @@ def test_on_a_tpu_the_kernel_is_splash() -> None:
     assert [(r.kernel, r.replaced) for r in made.kernels] == [("splash", True)]
     assert made.bound is not None
     assert {"splash_attention", "splash_attention_gradient"} <= {op.name for op in made.bound.problem.program.ops()}
+
+
+def test_a_kernel_has_the_blocks_of_its_machine() -> None:
+    """Those of a program that has the kernel already, not the default ones."""
+    options: Any = {"target": "v6e:2x2", "plan": "dp:4"}
+    made = plan(tpu_step, *shapes(4096), kernels="require", **options)
+    written = plan(jax.value_and_grad(replace_kernels(tpu_loss)), *shapes(4096), **options)
+    assert dict(made.kernel_blocks) == dict(written.kernel_blocks)
+    (sizes,) = made.kernel_blocks.values()
+    assert sizes[0] > 1024
+    again = Plan.from_json(made.to_json()).bind(tpu_step, *shapes(4096))
+    assert again.kernel_blocks == made.kernel_blocks
 
 
 def test_require_names_the_line_and_the_condition() -> None:
@@ -183,6 +196,14 @@ def test_replace_kernels_leaves_look_alikes(name: str) -> None:
     found = jax.jit(jax.value_and_grad(replaced, argnums=(0, 1)))(parameters(), rows())
     assert not any(record.replaced for record in getattr(replaced, "kernels"))  # noqa: B009
     assert_same(found, jax.jit(step_of(LOOK_ALIKES[name]))(parameters(), rows()))
+
+
+def test_replace_kernels_leaves_attention_whose_gradient_is_there() -> None:
+    """It would replace the forward part alone."""
+    replaced = replace_kernels(step_of(einsum_where))
+    jax.eval_shape(replaced, parameters(), rows())
+    (record,) = getattr(replaced, "kernels")  # noqa: B009
+    assert not record.replaced and "use replace_kernels before jax.grad" in record.reason
 
 
 def test_attention_under_a_derivative_of_its_own_is_left() -> None:
