@@ -18,7 +18,7 @@ from recipe_file import Options
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.audit.aot_compile import compile_job, missing_compiler
 from autoshard.sharding.audit.export import export_plan
-from autoshard.sharding.lower.tpu import host_stacks
+from autoshard.sharding.lower.tpu import host_stacks, stack_layouts
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
@@ -100,8 +100,12 @@ def side_of(made: Any, remat: str, microbatches: int) -> Side:
 
 @contextlib.contextmanager
 def moved_by_compiler() -> Iterator[None]:
-    """Let the compiler choose when loops move slices of stacks in host memory, as other libraries do."""
-    with patch.object(host_stacks, "host_moves", lambda op, avals: host_stacks.HostMoves()):
+    """Let the compiler choose when loops move slices of stacks in host memory, and their layout.
+
+    Other libraries leave both to it.
+    """
+    moves = patch.object(host_stacks, "host_moves", lambda op, avals: host_stacks.HostMoves())
+    with moves, patch.object(stack_layouts, "order_on_host", lambda layout, value: ()):
         yield
 
 
@@ -118,7 +122,7 @@ def with_compiled(
     """Compile a plan under these options, by default its own, and let the referee judge it.
 
     With `alternatives`, the plan is scheduled under `options` and under each of them, and compiled under those with the
-    fastest schedule. With `compiler_moves`, the compiler chooses when loops move slices of stacks in host memory.
+    fastest schedule. With `compiler_moves`, the compiler moves slices of stacks in host memory (`moved_by_compiler`).
     """
     if made is None:
         return side

@@ -11,12 +11,12 @@ For each recipe of FILE (by default `data/recipes.toml`), two plans are made for
 Both are predicted and, without `--predict-only`, compiled for the machine and judged by `estimate.py`. The recipe's own
 plan is compiled with its own XLA options if they are known, and again without those for which wrong numbers were
 reported (`recipe_without`). Our best plan has none of the reported options; `plan_with` is our best plan if they are
-requested. In the recipe's own plan, XLA chooses when loops move slices of stacks in host memory, as in the published
-program. Our own plans say it themselves (`lower/tpu/host_stacks.py`). A plan with values in host memory is also
-scheduled under the option sets `host-link` and `slow-host-link`. The fastest schedule by the roofline, with one of the
-sets or without, counts and is compiled. `verify` tries these sets, too. A compiler runs in a process of its own, with a
-time limit. With `--schedule`, no machine code is made: a program takes seconds instead of minutes, and is judged by the
-roofline only. Programs with stored rows keep the measures of these.
+requested. In the recipe's own plan, XLA chooses when loops move slices of stacks in host memory and their layout, as in
+the published program. Our own plans say it themselves (`lower/tpu/host_stacks.py`, `stack_layouts.py`). A plan with
+values in host memory is also scheduled under the option sets `host-link` and `slow-host-link`. The fastest schedule by
+the roofline, with one of the sets or without, counts and is compiled. `verify` tries these sets, too. A compiler runs
+in a process of its own, with a time limit. With `--schedule`, no machine code is made: a program takes seconds instead
+of minutes, and is judged by the roofline only. Programs with stored rows keep the measures of these.
 
 Compiled rows are stored in `results/recipes/`; a program that is there, or in the compiler's cache, is not compiled
 again. A program that the compiler accepts counts, also if its arguments and temporaries exceed the memory; a star in

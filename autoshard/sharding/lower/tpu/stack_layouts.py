@@ -66,7 +66,7 @@ def pinned_slices(lowering: BodyLowering, op: Op, count: int, slices: list[Any])
     def pinned(value: int, x: Any) -> Any:
         if any(value in found for found in weights) or _compat.is_on_host(x):
             return x
-        order = _order_on_host(layout, value) if _compat.is_on_host(avals[value]) else _order_kept(layout, value)
+        order = order_on_host(layout, value) if _compat.is_on_host(avals[value]) else _order_kept(layout, value)
         return _ordered(lowering, value, x, order)
 
     return list(map(pinned, op.blocks[0].inputs[count:], slices))
@@ -88,7 +88,7 @@ def pinned_results(lowering: BodyLowering, op: Op, args: list[Any]) -> list[Any]
     if program not in _sent:
         _sent[program] = frozenset(_stacked_on_host(program))
     return [
-        _ordered(lowering, value, x, _order_on_host(layout, value)) if value in _sent[program] else x
+        _ordered(lowering, value, x, order_on_host(layout, value)) if value in _sent[program] else x
         for value, x in zip(op.operands, args, strict=True)
     ]
 
@@ -110,7 +110,7 @@ def _order_kept(layout: Layout, value: int) -> Sequence[int]:
     return () if any(_has_heads(layout, value)) else range(len(layout.axes.of_value[value]))
 
 
-def _order_on_host(layout: Layout, value: int) -> Sequence[int]:
+def order_on_host(layout: Layout, value: int) -> Sequence[int]:
     """Return the order of the dimensions of a value in host memory, major to minor; empty if it has no constraint.
 
     The first dimension, the batch, is always the major one, and the last dimension is always the minor one.
