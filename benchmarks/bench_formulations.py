@@ -10,10 +10,10 @@ For each program of `formulations/` on each of its machines, these are compiled 
              the kernels that the planner inserts
     plan     the planner's choice, and the fastest of each other kind that it priced
 
-With `--schedule`, no machine code is made (`compile_job`): a program takes seconds instead of minutes, is judged by the
-roofline only, and has no audit. With `--missing`, programs that have stored rows are left out. With `--kinds N`, only
-the N kinds that the estimate finds fastest are compiled on each side. `--predict` renews the estimates of stored rows
-and compiles nothing.
+With `--schedule`, no machine code is generated (`compile_job`): a program takes seconds instead of minutes, is judged
+by the roofline only, and has no audit. With `--missing`, programs that have stored rows are left out. With `--kinds N`,
+only the N kinds that the estimate finds fastest are compiled on each side. `--predict` renews the estimates of stored
+rows and compiles nothing.
 
 The rows are stored in `results/formulations/NAME@TARGET.json`. A program in the compiler's cache is not compiled again.
 The figures are the compiled step over the best expert's, the error of the prediction, and the regret: the chosen plan
@@ -41,7 +41,7 @@ from estimate_report import short_source
 from expert_plans import Style, device_count
 from formulations.corpus import CORPUS
 from formulations.formulation import Formulation
-from plan_rows import Planned, Store
+from plan_rows import Planned, Store, add_schedule_option, requested_until
 
 from autoshard import Plan, plan
 from autoshard.errors import AutoshardError
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", type=int, default=len(KINDS), help="kinds of strategies to compile on each side")
     parser.add_argument("--target", help="one machine only")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
-    parser.add_argument("--schedule", action="store_true", help="make no machine code; judge by the roofline")
+    add_schedule_option(parser)
     parser.add_argument("--missing", action="store_true", help="only programs without stored rows")
     half = parser.add_mutually_exclusive_group()
     half.add_argument("--held-out", action="store_true", help="only programs that were not used to develop the planner")
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     for formulation, target in wanted if not given.show else ():
         if not given.predict:
-            store = store_of(formulation, target, given.timeout, "schedule" if given.schedule else "code")
+            store = store_of(formulation, target, given.timeout, requested_until(given))
             if not (given.missing and store.path.exists()):
                 run(formulation, target, given.few, given.kinds, store)
         elif (store := store_of(formulation, target)).path.exists():

@@ -17,8 +17,9 @@ in the compiler's cache is not compiled again. `--quick` compiles four cases and
 and reports how many it left out. `--few N` ranks the grid by the planner's estimate of the same strategies instead,
 compiles the first N programs of both sides, one by one, and leaves out mixes of policies, `options` and `today`.
 
-With `--schedule`, no machine code is made (`compile_job`): a program takes seconds instead of minutes and is judged by
-the roofline only. Each file lists the measures of its rows. Programs of different measures are never compared.
+With `--schedule`, no machine code is generated (`compile_job`): a program takes seconds instead of minutes and is
+judged by the roofline only. Each file lists the measures of its rows. Programs of different measures are never
+compared.
 """
 
 from __future__ import annotations
@@ -38,19 +39,17 @@ import common  # noqa: F401  sets up the path and the devices first
 from estimate import find_target
 from expert_plans import CASES, OPTION_SETS, Case, Style, styles, today
 from expert_ranking import most_promising
-from expert_step import expert_step
+from expert_step import expert_step, planned_blocks
 from plan_figures import show
-from plan_rows import Planned, Row, Store, best
+from plan_rows import Planned, Row, Store, add_schedule_option, best, requested_until
 from rooflines import bound
 
 from autoshard import plan
 from autoshard.errors import AutoshardError
-from autoshard.kernels.block_choice import under_rules
 from autoshard.sharding.audit import CompileJob
 from autoshard.sharding.audit.export import export, export_plan
 from autoshard.sharding.autotune.selection import requested_selection
 from autoshard.sharding.machines.device_mesh import traced_machine
-from autoshard.sharding.machines.kernel_rules import block_rules
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.variants import Attempt, variant_rounds
 from autoshard.train.program.build import (
@@ -70,7 +69,7 @@ SPARE = 4  # chosen: so many times `--few` programs are ranked, because some may
 def export_expert(case: Case, style: Style, remat: str, microbatches: int, options: Mapping[str, str]) -> CompileJob:
     """Export an expert's step for the compiler."""
     platform = "cuda" if find_target(case.target).gpu else "tpu"
-    with under_rules(block_rules(None, case.target)):
+    with planned_blocks(case.target):
         made = expert_step(case.variant(remat), style, microbatches, traced_machine(None, case.target))
         program = export(made.fn, made.avals, made.in_shardings, made.out_shardings, platform)
     return CompileJob(program, platform, case.target, made.mesh, tuple(range(case.devices)), made.donated, options)
@@ -353,7 +352,7 @@ def main() -> None:
     for done, name in enumerate([] if arguments.figures else names):
         case, left = CASES[name], len(names) - done
         clock = Clock(arguments.minutes / len(names) if arguments.quick else arguments.minutes / left)
-        store = Store(name, case.target, until="schedule" if arguments.schedule else "code")
+        store = Store(name, case.target, until=requested_until(arguments))
         print(f"{name} on {case.target}", flush=True)
         if not arguments.predict:
             store.begin()
@@ -372,7 +371,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and the start of their grids")
     parser.add_argument("--few", type=int, help="programs of each side to compile, by the planner's estimate")
     parser.add_argument("--minutes", type=float, default=30.0, help="time after which no compilation starts")
-    parser.add_argument("--schedule", action="store_true", help="make no machine code; judge by the roofline")
+    add_schedule_option(parser)
     parser.add_argument("--predict", action="store_true", help="renew the estimates of stored rows, compile nothing")
     parser.add_argument("--figures", action="store_true", help="print the figures of stored rows, compile nothing")
     return parser

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,15 +10,13 @@ from unittest import mock
 import jax
 from expert_plans import Style, device_count, style_grid
 from expert_ranking import MOST_OVER
-from expert_step import Annotator, Expert, applied_on_shards
+from expert_step import Annotator, Expert, applied_on_shards, planned_blocks
 from formulations.formulation import Formulation
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _compat
-from autoshard.kernels.block_choice import under_rules
 from autoshard.kernels.planned_platform import Planned, planned_for, planned_platform
 from autoshard.kernels.two_passes import kernel_of
-from autoshard.sharding.machines.kernel_rules import block_rules
 from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
 from autoshard.sharding.rewrite.evaluation import evaluated
 from autoshard.sharding.rewrite.kernel_rewriting import kernels_in
@@ -92,7 +89,7 @@ def corpus_step(formulation: Formulation, target: str | None, style: Style, mach
 
     def run(*flat: Any) -> list[Any]:
         applied = partial(applied_on_shards, notes.annotator, operator.apply)
-        blocks, kernels = _blocks(target), planned_for("cpu" if style.today else machine)
+        blocks, kernels = planned_blocks(target), planned_for("cpu" if style.today else machine)
         with blocks, kernels, mock.patch.object(operator, "apply", applied):
             return jax.tree.leaves(with_step_kernels(program.step)(*jax.tree.unflatten(tree, flat)))
 
@@ -114,11 +111,6 @@ def with_step_kernels(step: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _blocks(target: str | None) -> AbstractContextManager[None]:
-    """Let attention kernels have the blocks that the planner's have on a machine."""
-    return nullcontext() if target is None else under_rules(block_rules(None, target))
-
-
 def most_promising(
     formulation: Formulation, target: str, styles: Sequence[Style], most_over: float = MOST_OVER
 ) -> list[tuple[Style, StrategyPrice]]:
@@ -132,7 +124,7 @@ def most_promising(
     """
     program = formulation.program(target)
     state, batch = program.shapes()
-    with _blocks(target):
+    with planned_blocks(target):
         step = with_step_kernels(program.step)
         prices = StrategyPrices(step, (state, *batch), target=target, donate_argnums=(0,))
         found = prices.of(dict.fromkeys(style.words for style in styles if style.words))

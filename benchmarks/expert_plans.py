@@ -1,6 +1,6 @@
 """Plans that an expert writes by hand, and common practice. The planner is measured against both.
 
-Of the planner, only its default compiler options are used. A plan is a mesh, a PartitionSpec for each parameter by its
+Only the default compiler options come from the planner. A plan is a mesh, a PartitionSpec for each parameter by its
 name, and constraints inside the model by the letters of its einsums (`expert_step`). It contains what an expert knows
 about each mesh axis:
 
@@ -96,7 +96,7 @@ OPTION_SETS: Mapping[str, Sequence[Mapping[str, str]]] = {
     chip: ({name: str(value).lower() for name, value in default_options(chip).items()}, *more)
     for chip, more in _MORE_OPTIONS.items()
 }
-"""Sets of compiler options to try on a chip. The first is the planner's default, which both sides use."""
+"""The sets of compiler options that are tried on each chip. Both sides use the first one, the planner's default."""
 
 
 @dataclass(frozen=True)

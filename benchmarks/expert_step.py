@@ -17,11 +17,13 @@ from expert_plans import AXES, Spec, Style
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.kernels.block_choice import under_rules
 from autoshard.kernels.grouped.call import grouped_call
 from autoshard.kernels.grouped.matmul import grouped_product
 from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.models import gpt, moe, wide_resnet
 from autoshard.models.workloads import Workload
+from autoshard.sharding.machines.kernel_rules import block_rules
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.custom_ops import operator
 from autoshard.train.program.build import workload_step
@@ -234,6 +236,11 @@ def annotated(note: Annotator) -> Iterator[None]:
         for each in [] if note.style.today else patches:
             stack.enter_context(each)
         yield
+
+
+def planned_blocks(target: str | None) -> contextlib.AbstractContextManager[None]:
+    """Give attention kernels the block sizes that the planner chooses for a machine; None is no machine."""
+    return contextlib.nullcontext() if target is None else under_rules(block_rules(None, target))
 
 
 def applied_on_shards(

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 
 import common  # sets up the path and the devices first
-from plan_rows import Planned, Store, prediction
+from plan_rows import Planned, Store, add_schedule_option, prediction, requested_until
 from rich.console import Console
 from rich.table import Table
 
@@ -59,10 +59,9 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=float, default=3000.0, help="seconds after which a compiler is stopped")
     parser.add_argument("--show", action="store_true", help="print the stored rows without compiling")
-    parser.add_argument("--schedule", action="store_true", help="make no machine code; judge by the roofline")
+    add_schedule_option(parser)
     given = parser.parse_args(arguments)
-    until = "schedule" if given.schedule else "code"
-    store = Store(STORED.stem, TARGET, STORED.parent, given.timeout, until)
+    store = Store(STORED.stem, TARGET, STORED.parent, given.timeout, requested_until(given))
     if not given.show:
         compiled(store)
     show(store)

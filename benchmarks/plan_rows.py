@@ -270,6 +270,16 @@ def run_on_chips(
     show(store)
 
 
+def add_schedule_option(parser: argparse._ActionsContainer) -> None:
+    """Add `--schedule` to a command line, or to a group of its options."""
+    parser.add_argument("--schedule", action="store_true", help="generate no machine code; judge by the roofline")
+
+
+def requested_until(given: argparse.Namespace) -> Until:
+    """Return how far a command line with `--schedule` compiles programs."""
+    return "schedule" if given.schedule else "code"
+
+
 def run_cases(
     arguments: Sequence[str],
     description: str | None,
@@ -295,13 +305,13 @@ def run_cases(
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
     parser.add_argument("--show", action="store_true", help="print the stored rows only")
     if schedule:
-        parser.add_argument("--schedule", action="store_true", help="make no machine code; judge by the roofline")
+        add_schedule_option(parser)
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.cases if name not in targets]:
         parser.error(f"unknown case {unknown[0]!r}; choose from {', '.join(targets)}")
     names = given.cases or list(targets)
     if not given.show:
         for name in names:
-            until: Until = "schedule" if schedule and given.schedule else "code"
+            until = requested_until(given) if schedule else "code"
             compile_rows(Store(name, targets[name], folder, given.timeout, until))
     return show([Store(name, targets[name], folder) for name in names if (folder / f"{name}.json").exists()])

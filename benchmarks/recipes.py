@@ -15,8 +15,8 @@ requested. In the recipe's own plan, XLA chooses when loops move slices of stack
 the published program. Our own plans say it themselves (`lower/tpu/host_stacks.py`, `stack_layouts.py`). A plan with
 values in host memory is also scheduled under the option sets `host-link` and `slow-host-link`. The fastest schedule by
 the roofline, with one of the sets or without, counts and is compiled. `verify` tries these sets, too. A compiler runs
-in a process of its own, with a time limit. With `--schedule`, no machine code is made: a program takes seconds instead
-of minutes, and is judged by the roofline only. Programs with stored rows keep the measures of these.
+in a process of its own, with a time limit. With `--schedule`, no machine code is generated: a program takes seconds
+instead of minutes, and is judged by the roofline only. Programs with stored rows keep the measures of these.
 
 Compiled rows are stored in `results/recipes/`; a program that is there, or in the compiler's cache, is not compiled
 again. A program that the compiler accepts counts, also if its arguments and temporaries exceed the memory; a star in
@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from common import PACKAGES
+from plan_rows import add_schedule_option, requested_until
 from plan_sides import Side
 from recipe_calibration import ROWS
 from recipe_figures import figures, table
@@ -51,8 +52,6 @@ from recipe_file import OWN, RecipeFileError, read_recipes
 from recipe_rows import Result, result_of
 from referee_calibration import efficiencies
 from rich.console import Console
-
-from autoshard.sharding.audit.aot_compile import Until
 
 _SIDES = ("recipe", "best", "recipe_without", "best_with")  # of a result
 TIMEOUT_S = 600.0  # chosen: seconds after which a compiler is stopped
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for entry in entries:
         if given.only and entry.id not in given.only:
             continue
-        until: Until = "schedule" if given.schedule else "code"
+        until = requested_until(given)
         results.append(result_of(entry, compile_plans=not given.predict_only, timeout_s=given.timeout, until=until))
         print(_line(results[-1]), flush=True)
         if given.json is not None:  # after each row, so that a run that is stopped leaves what it has
@@ -126,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument("--predict-only", action="store_true", help="compile nothing")
-    extent.add_argument("--schedule", action="store_true", help="make no machine code; judge by the roofline")
+    add_schedule_option(extent)
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
     return parser
 

@@ -4,13 +4,13 @@
 
 `verify` compares plans by the roofline of their schedules, which the compiler makes in seconds. This reads all stored
 programs of the corpus that have machine code, and compares their rooflines with the joined measure of `estimate.py`,
-which has the compiler's cycles for products. For each case with at least two programs:
+which has the compiler's cycles for products. For each case with at least two programs, it prints:
 
     tau      Kendall's tau of the two measures, over all pairs of programs
     chosen   joined time of the program with the least roofline, divided by the least joined time
     cycles   the same for the program with the fewest cycles
 
-The schedule before machine code is made has the same instructions, collectives and buffers as the whole program
+The schedule before machine code is generated has the same instructions, collectives and buffers as the whole program
 (`tests/sharding/audit/test_scheduled_programs.py`), so the rooflines of stored programs, by `estimate.py`, are those of
 their schedules.
 """
@@ -18,12 +18,12 @@ their schedules.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 from statistics import median
 
 import common  # noqa: F401  sets up the path and the devices first
 from common import RESULTS
 from plan_rows import Row, Store
+from scipy.stats import kendalltau
 
 
 def programs(store: Store) -> list[Row]:
@@ -34,9 +34,7 @@ def programs(store: Store) -> list[Row]:
 
 def tau(rows: Sequence[Row], one: str, other: str) -> float:
     """Return Kendall's tau of two measures over the rows."""
-    pairs = list(combinations(rows, 2))
-    signs = [(a.step[one] - b.step[one]) * (a.step[other] - b.step[other]) for a, b in pairs]
-    return sum((sign > 0) - (sign < 0) for sign in signs) / len(pairs)
+    return float(kendalltau(*([row.step[measure] for row in rows] for measure in (one, other)))[0])
 
 
 def chosen(rows: Sequence[Row], measure: str) -> float:

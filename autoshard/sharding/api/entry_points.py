@@ -220,13 +220,13 @@ def plan(
             notes name these lines.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
-        verify: number of best plans to compare as compiled for the target; the one with the fastest program is
+        verify: number of best plans to compile for the target and to compare. The one with the fastest program is
             kept. With `verify >= 2`, also compiles the two fastest plans whose estimated peak exceeds the limit by at
             most 25 % and 50 %, if they are estimated to be faster. XLA rematerializes what does not fit. With "auto",
             compiles the fastest plans of different kinds (fsdp, tp, cp, ep, hybrids). It stops when no other kind can
             be faster than the best compiled plan, within the error of the estimate. The results are kept for the next
-            plan of `fn`. On TPUs, plans are compared by their schedules, in seconds, and machine code is made for the
-            fastest alone, which takes minutes. On TPUs, "schedule" is like "auto" without machine code, and it
+            plan of `fn`. On TPUs, plans are compared by their schedules, in seconds, and machine code is generated for
+            the fastest alone, which takes minutes. On TPUs, "schedule" is like "auto" without machine code, and it
             schedules at least the chosen plan. If the compiler of the target is not installed, or rejects the target, a
             warning says so, and the estimate decides.
         verify_timeout_s: seconds for all compilations of "auto" and "schedule", by default 600. After this time,

@@ -201,7 +201,7 @@ class Plan(ShardingPlan):
         Args:
             **options: `timeout_s`: seconds until the compiler is stopped; `options`: compiler options that replace the
                 plan's, or the name of an option set, which is added to them; `until`: `code`, or `schedule`, which
-                stops the compiler of TPUs before machine code is made, after seconds instead of minutes.
+                stops the compiler of TPUs before machine code is generated, after seconds instead of minutes.
 
         Raises:
             AuditError: the target has no compiler, or it is not installed; or an option is invalid.

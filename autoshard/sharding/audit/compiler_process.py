@@ -83,7 +83,7 @@ MEMORY = {
 }
 SCHEDULED = ".after_optimizations.txt"  # the end of the name of the dump of a scheduled program
 # The end of the name of the dump that libtpu writes when each buffer has its place: after the schedule and the report
-# of the memory, and before it makes machine code.
+# of the memory, and before it generates machine code.
 PLACED = ".after_optimizations_after_buffer_assignment.txt"
 POLL_S = 0.05  # chosen: seconds between two looks for the dump, few beside those of the shortest compilation
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -104,7 +104,8 @@ def main(job: Path, out: Path) -> None:
 def _write(out: Path, result: dict[str, Any], text: str) -> None:
     if text:
         (out / "program.hlo.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
-    # With `schedule`, the compiler still runs and may crash. The parent process must not find half of this file.
+    # Renamed when it is complete. With `schedule`, the compiler is still running, and a crash must not leave a partial
+    # result.
     (out / "result.json.part").write_text(json.dumps(result) + "\n")
     (out / "result.json.part").rename(out / "result.json")
 
@@ -129,9 +130,9 @@ def _until_scheduled(job: dict[str, Any], result: dict[str, Any], out: Path) -> 
         else:
             _write(out, result, texts[0])
         code = 0
-    except Exception:  # `os._exit` would print nothing. Without a text, the other thread has printed its own error.
-        traceback.print_exc()
     finally:
+        if code:
+            traceback.print_exc()  # `os._exit` does not print the error
         os._exit(code)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoshard._shown import shown
-from autoshard._units import ratio_text, time_text
+from autoshard._units import bytes_text, ratio_text, time_text
 from autoshard.sharding.audit import Audit, verify_under
 from autoshard.sharding.audit.constants import TIMEOUT_S
 from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS, LEAST_OPTION_GAIN, MOST_OPTION_SETS
@@ -81,7 +81,7 @@ def fastest_options(
         return bound.where(notes=(*bound.plan.notes, *refused)), own
     best = min((t for t in trials if _is_faster(t.audit, own, limit)), key=_step_us, default=None)
     results = [f"plan's own {time_text(own.step_time_us)}", *(_result(t, own, limit, t is best) for t in trials)]
-    notes = [*refused, f"compiler options, {compared_by(own)} for {bound.plan.target}: {'; '.join(results)}"]
+    notes = [*refused, f"compiler options, {compared_by(own.until)} for {bound.plan.target}: {'; '.join(results)}"]
     if rest := [each.name for each in sets[len(trials) :]]:
         notes.append(f"option sets that were not tried: {', '.join(rest)}; Plan.verify(options=NAME) tries one")
     if best is None:
@@ -92,9 +92,23 @@ def fastest_options(
     return bound.where(compiler_options=chosen, notes=(*bound.plan.notes, *notes)), best.audit
 
 
-def compared_by(audit: Audit) -> str:
-    """How programs were compared, in words."""
-    return "by schedules" if audit.until == "schedule" else "compiled"
+def compared_by(until: str) -> str:
+    """How programs were compared that were compiled `until` the schedule or the machine code, in words."""
+    return "by schedules" if until == "schedule" else "compiled"
+
+
+def failure_text(kind: str, message: str, peak_bytes: float | None, limit: float) -> str:
+    """Why a compiled program cannot be used, in words.
+
+    Args:
+        kind: the result of the compiler. A program that is `ok` needs more memory than the limit.
+        message: the message of the compiler; empty if there is none.
+        peak_bytes: the memory that the program needs.
+        limit: bytes of one device.
+    """
+    if kind == "ok":
+        return f"needs {bytes_text(peak_bytes or 0.0)} of {bytes_text(limit)}"
+    return f"{kind}: {message[:COMPILER_MESSAGE_CHARS]}" if message else kind
 
 
 def _compatible_sets(
@@ -130,9 +144,7 @@ def _result(trial: _Trial, own: Audit, limit: float, chosen: bool) -> str:
     """What became of one set, in words."""
     audit, text = trial.audit, trial.name
     if not audit.ok or not audit.step_time_us or not own.step_time_us:
-        return (
-            f"{text} does not compile ({audit.kind}{audit.message and ': ' + audit.message[:COMPILER_MESSAGE_CHARS]})"
-        )
+        return f"{text} does not compile ({failure_text(audit.kind, audit.message, audit.peak_bytes, limit)})"
     unknown = f" (without {', '.join(audit.dropped)}, unknown to this compiler)" if audit.dropped else ""
     if audit.program and audit.program == own.program:
         return f"{text} changes nothing in the {'schedule' if own.until == 'schedule' else 'compiled program'}{unknown}"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from autoshard._units import bytes_text, time_text
 from autoshard.sharding.audit import Audit
-from autoshard.sharding.autotune.compiled_options import compared_by, fits
-from autoshard.sharding.autotune.machine_code import failure_text, scheduled, with_code
+from autoshard.sharding.autotune.compiled_options import compared_by, failure_text, fits
+from autoshard.sharding.autotune.machine_code import scheduled, with_code
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.variants import variant_name
 
@@ -34,7 +34,7 @@ def fastest_compiled(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
                 f"and {bytes_text(audits[winner].peak_bytes or 0)} compiled: XLA rematerializes what does not fit"
             )
         notes.append(
-            f"the fastest of {len(fitting)} {compared_by(audits[winner])} for {best.target}: "
+            f"the fastest of {len(fitting)} {compared_by(audits[winner].until)} for {best.target}: "
             + ", ".join(f"{variant_name(plans[n])} {time_text(_step_us(audits[n]))}" for n in fitting)
         )
         found, audit = with_code(bounds[winner].where(notes=(*best.notes, *notes)), audits[winner], limit)
@@ -44,7 +44,8 @@ def fastest_compiled(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
             reported = [n for n in range(len(plans)) if n in fitting or plans[n].fits]
             return found.where(audits=tuple(audits[n] for n in reported))
     outcomes = "; ".join(
-        f"{variant_name(plan)}: {failure_text(audit, limit)}" for plan, audit in zip(plans, audits, strict=True)
+        f"{variant_name(plan)}: {failure_text(audit.kind, audit.message, audit.peak_bytes, limit)}"
+        for plan, audit in zip(plans, audits, strict=True)
     )
     note = f"none of the {len(plans)} best plans compiles for {plans[0].target} and fits ({outcomes})"
     return bounds[0].where(audits=tuple(audits), notes=(*plans[0].notes, note))

@@ -1,8 +1,9 @@
 """Schedules to compare plans by, and the machine code of the plan that is chosen.
 
-The compiler of TPUs schedules a program in seconds and then makes machine code for minutes. The roofline of a schedule
-ranks plans as their machine code does (`benchmarks/schedule_ranks.py`). So candidates are compared by their schedules,
-and machine code is made for the fastest alone. Compilers that do not stop at the schedule make machine code at once.
+The compiler of TPUs schedules a program in seconds and then generates machine code for minutes. The roofline of a
+schedule ranks plans as their machine code does (`benchmarks/schedule_ranks.py`). So candidates are compared by their
+schedules, and machine code is generated for the fastest alone. Compilers that do not stop at the schedule generate
+machine code at once.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 import math
 import time
 
-from autoshard._units import bytes_text, time_text
+from autoshard._units import time_text
 from autoshard.sharding.audit import Audit, verify, verify_under
 from autoshard.sharding.audit.constants import TIMEOUT_S
 from autoshard.sharding.audit.requested_options import requested_options
-from autoshard.sharding.autotune.compiled_options import fastest_options, fits
-from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS
+from autoshard.sharding.autotune.compiled_options import failure_text, fastest_options, fits
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.planner.bound_plan import BoundPlan
 
@@ -45,7 +45,7 @@ def with_code(
         own: its audit by `scheduled`; it compiles and fits.
         limit: bytes of one device.
         until: the value of `time.monotonic()` after which nothing is compiled.
-        code: whether to make machine code, and not to stop at the schedule.
+        code: whether to generate machine code, and not to stop at the schedule.
 
     Returns:
         The plan with the chosen options, and its audit. If the time ends before there is machine code, the audit is
@@ -58,7 +58,8 @@ def with_code(
         return _with_option_notes(_with_note(chosen, NO_CODE), schedule, until)
     made = _code_of(chosen, until)
     if chosen.plan.compiler_options != bound.plan.compiler_options and not _is_final(made, limit):
-        note = f"the option set was dropped, because its machine code fails: {failure_text(made, limit)}"
+        reason = failure_text(made.kind, made.message, made.peak_bytes, limit)
+        note = f"the option set was dropped, because its machine code fails: {reason}"
         chosen, schedule = _with_note(bound.where(notes=chosen.plan.notes), note), own
         made = _code_of(chosen, until)
     if made.kind == "timeout":
@@ -66,13 +67,6 @@ def with_code(
     if not fits(made, limit):
         return chosen, made
     return fastest_options(chosen, made, limit, until, lambda each: each.changes_code)
-
-
-def failure_text(audit: Audit, limit: float) -> str:
-    """Return why a program that was compiled cannot be used."""
-    if audit.ok:
-        return f"needs {bytes_text(audit.peak_bytes or 0.0)} of {bytes_text(limit)}"
-    return audit.kind + (audit.message and f": {audit.message[:COMPILER_MESSAGE_CHARS]}")
 
 
 def _is_final(made: Audit, limit: float) -> bool:

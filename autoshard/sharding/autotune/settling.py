@@ -38,10 +38,10 @@ from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.audit.aot_compile import missing_compiler
 from autoshard.sharding.audit.audit import Audit, AuditError
 from autoshard.sharding.audit.verification import compile_target
-from autoshard.sharding.autotune.compiled_options import fits
+from autoshard.sharding.autotune.compiled_options import compared_by, failure_text, fits
 from autoshard.sharding.autotune.constants import MOST_TRIES, OVER_LIMIT, POOL_OF_KIND
 from autoshard.sharding.autotune.lessons import Lesson, Lessons, lesson_of
-from autoshard.sharding.autotune.machine_code import failure_text, scheduled, with_code
+from autoshard.sharding.autotune.machine_code import scheduled, with_code
 from autoshard.sharding.layout.plan_request import is_request
 from autoshard.sharding.plan.memory_doubt import ranked_us, usable_bytes_of
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -128,13 +128,16 @@ class Settling:
             self._settle(queues, waiting)
             if self.best is None:
                 return self._unfit(ahead)
-            chosen = self._finished(self.best, [queue[0] for queue in queues.values()])
-            if chosen is not None:
-                return chosen
-            contender, _, lost = self.compiled[-1]
+            contender, bound, lesson = self.best
+            schedule = self.audits.get(contender) or scheduled(bound.executable, max(self.left, 1.0))
+            found, audit = with_code(bound, schedule, self.limit, self.started + self.seconds, self.code)
+            if fits(audit, self.limit) or audit.kind == "timeout":
+                notes = self._notes(bound, lesson, found, [queue[0] for queue in queues.values()])
+                return found.where(notes=(*bound.plan.notes, *notes), audits=(audit,))
+            too_large = audit.ok or audit.kind == "oom"
+            self._reject(contender, audit, "oom" if too_large else audit.kind)
             left = waiting[contender.kind] if self._tries(contender.kind) < MOST_TRIES else []
-            if lost.kind == "oom":
-                left = [each for each in left if each.peak_bytes < contender.peak_bytes]
+            left = [each for each in left if not too_large or each.peak_bytes < contender.peak_bytes]
             if left:
                 queues[contender.kind] = left
 
@@ -188,34 +191,30 @@ class Settling:
             lessons.add(found.plan, lesson)
             self.audits[contender] = audit
         if not lesson.fits(self.limit) and contender.kind != OVER:
-            failure = _failure(lesson, self.audits.get(contender), self.limit)
-            self.failed.append(f"{variant_name(found.plan)}: {failure}")
+            message = self.audits[contender].message if contender in self.audits else ""
+            reason = failure_text(lesson.kind, message, lesson.peak_bytes, self.limit)
+            self.failed.append(f"{variant_name(found.plan)}: {reason}")
         self.compiled.append((contender, found, lesson))
         return lesson.fits(self.limit)
 
-    def _finished(self, best: tuple[Contender, BoundPlan, Lesson], rest: Sequence[Contender]) -> BoundPlan | None:
-        """Return the best plan with its audit, and notes on what was compiled and what was not.
+    def _reject(self, rejected: Contender, audit: Audit, kind: str) -> None:
+        """Replace the lesson of a plan by the failure of its machine code."""
+        n = next(n for n, (contender, *_) in enumerate(self.compiled) if contender is rejected)
+        _, bound, lesson = self.compiled[n]
+        failed = replace(lesson, kind=kind)
+        self.compiled[n] = rejected, bound, failed
+        Lessons(bound).add(bound.plan, failed)
+        self.audits[rejected] = audit
+        reason = failure_text(audit.kind, audit.message, audit.peak_bytes, self.limit)
+        self.failed.append(f"{variant_name(bound.plan)}: {reason}")
 
-        If there is no machine code for it, its lesson becomes that of the failure and moves to the end, and the result
-        is None.
-        """
-        own = self.compiled.index(best)
-        contender, bound, lesson = best
-        schedule = self.audits.get(contender) or scheduled(bound.executable, max(self.left, 1.0))
-        found, audit = with_code(bound, schedule, self.limit, self.started + self.seconds, self.code)
-        if not (fits(audit, self.limit) or audit.kind == "timeout"):
-            self.failed.append(f"{variant_name(bound.plan)}: {failure_text(audit, self.limit)}")
-            del self.compiled[own]
-            lost = replace(lesson, kind="oom" if audit.ok else audit.kind)
-            Lessons(bound).add(bound.plan, lost)
-            self.compiled.append((contender, bound, lost))
-            self.audits[contender] = audit
-            return None
+    def _notes(self, bound: BoundPlan, lesson: Lesson, found: BoundPlan, rest: Sequence[Contender]) -> list[str]:
+        """Return the notes on the best plan: what was compiled, `found`'s notes on options, and what is open."""
         notes = [*self._comparison(bound, lesson), *found.plan.notes[len(bound.plan.notes) :], *self._failures()]
         if self.left <= 0 and any(map(self._may_win, rest)):
             open_kinds = ", ".join(each.kind for each in rest if self._may_win(each))
             notes.append(f"the {self.seconds:g} s for compilations are over; not settled: {open_kinds}")
-        return found.where(notes=(*bound.plan.notes, *notes), audits=(audit,))
+        return notes
 
     def _unfit(self, ahead: BoundPlan) -> BoundPlan:
         """Return the plan that is the fastest by the estimate, because no compiled plan can be used."""
@@ -230,8 +229,7 @@ class Settling:
         rows = [(variant_name(b.plan), seen.step_us) for _, b, seen in self.compiled if seen.fits(self.limit)]
         listed = ", ".join(f"{name} {time_text(us)} ({ratio_text(us, lesson.step_us)})" for name, us in rows)
         kinds = "the fastest of each kind that may be the best"
-        how = "by schedules" if lesson.until == "schedule" else "compiled"
-        notes = [f"{how} for {bound.plan.target}, {kinds}: {listed}"]
+        notes = [f"{compared_by(lesson.until)} for {bound.plan.target}, {kinds}: {listed}"]
         if lesson.peak_bytes > bound.plan.estimate.peak_memory_bytes > self.limit:
             notes.append(f"takes {bytes_text(bound.plan.estimate.peak_memory_bytes)} per device by the estimate and "
                          f"{bytes_text(lesson.peak_bytes)} compiled: XLA rematerializes what does not fit")  # fmt: skip
@@ -315,13 +313,6 @@ def _settled_here(made: Sequence[PlannedVariant], replan: Replan, seconds: float
                   stacklevel=users_stacklevel())  # fmt: skip
     bound = fastest(made)
     return bound.where(notes=(*bound.plan.notes, f"not verified: {reason}"))
-
-
-def _failure(lesson: Lesson, audit: Audit | None, limit: float) -> str:
-    """Return why a compiled plan was not chosen. There is no audit if the lesson is from an earlier plan."""
-    if lesson.kind == "ok":
-        return f"needs {bytes_text(lesson.peak_bytes)} of {bytes_text(limit)}"
-    return failure_text(audit, limit) if audit else lesson.kind
 
 
 def _alone(ahead: BoundPlan, heads: Sequence[Contender]) -> BoundPlan:

@@ -40,9 +40,13 @@ def test_options_that_need_or_exclude_others():
 
 
 def fake_compiler(monkeypatch, programs):
-    """Fake compiled programs: the digest is that of the first option of `programs` that is on.
+    """Fake the compiler.
 
-    Returns the options of each program with machine code, filled as they are compiled.
+    Args:
+        programs: option -> the digest of programs with this option. The first option that is set decides.
+
+    Returns:
+        A list that receives the options of each program for which machine code is generated.
     """
     compiled = []
 

@@ -49,7 +49,7 @@ class Compiler:
         ratios: compiled over estimated step time by kind; 1 for other kinds.
         kinds: results of scheduling by kind; `ok` for other kinds.
         compiled: the strategies that were scheduled.
-        codes: results of making machine code by kind; `ok` for other kinds.
+        codes: results of generating machine code by kind; `ok` for other kinds.
         coded: the strategies for which machine code was requested.
     """
 

@@ -3,7 +3,7 @@
 import pytest
 
 from autoshard.sharding.hlo.parser import Array, arrays_of, instruction, parse_program
-from tests.sharding.hlo.texts import text_of
+from tests.sharding.hlo.texts import SPARSE_CORE, text_of
 
 
 @pytest.mark.parametrize(
@@ -87,26 +87,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 def test_a_computation_of_a_sparse_core():
     """Its last line names the thread. A program without machine code has such computations."""
-    program = parse_program(
-        """HloModule step, is_scheduled=true, num_partitions=2
-
-%called (p: f32[8]) -> f32[4] {
-  %p = f32[8]{0} parameter(0)
-  ROOT %scattered = f32[4]{0} reduce-scatter(%p), replica_groups={{0,1}}, dimensions={0}, to_apply=%add
-}, execution_thread="sparsecore"
-
-%wrapped (q: f32[8]) -> f32[4] {
-  %q = f32[8]{0} parameter(0)
-  ROOT %call = f32[4]{0} call(%q), to_apply=%called
-}, execution_thread="sparsecore"
-
-ENTRY %main (a: f32[8]) -> f32[4] {
-  %a = f32[8]{0} parameter(0)
-  %start = ((f32[8]{0}), f32[4]{0}, s32[]) async-start(%a), async_execution_thread="sparsecore", calls=%wrapped
-  ROOT %done = f32[4]{0} async-done(%start)
-}
-"""
-    )
+    program = parse_program(SPARSE_CORE)
     names = [inner.name for _, inner in program.inside(program.entry.by_name["start"])]
     assert names == ["q", "call", "p", "scattered"]
 

@@ -2,6 +2,26 @@
 
 HEAD = "HloModule jit_step, is_scheduled=true, entry_computation_layout={{()->()}}, num_partitions={}"
 
+# libtpu schedules a reduce-scatter on a sparse core. The last line of its computations names the thread.
+SPARSE_CORE = """HloModule step, is_scheduled=true, num_partitions=2
+
+%called (p: f32[8]) -> f32[4] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %scattered = f32[4]{0} reduce-scatter(%p), replica_groups={{0,1}}, dimensions={0}, to_apply=%add
+}, execution_thread="sparsecore"
+
+%wrapped (q: f32[8]) -> f32[4] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %call = f32[4]{0} call(%q), to_apply=%called
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: f32[8]) -> f32[4] {
+  %a = f32[8]{0} parameter(0)
+  %start = ((f32[8]{0}), f32[4]{0}, s32[]) async-start(%a), async_execution_thread="sparsecore", calls=%wrapped
+  ROOT %done = f32[4]{0} async-done(%start)
+}
+"""
+
 TABLES = """
 FileNames
 1 "/home/me/model.py"

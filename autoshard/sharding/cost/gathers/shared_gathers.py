@@ -1,9 +1,9 @@
 """Gathered operands that several operators share: one gather serves all operators of a loop or of straight code.
 
-If some operators gather another array of the same value, such as a cast of it, there are two gathers, and each gathered
-copy has its own life. An example is a tied embedding: its lookup takes the table in float32, and the head takes a copy
-in bfloat16. Compiled for v5e:2x4 and v6e:4x4 (libtpu 0.0.42.1), GPT 1.3B and GPT-3 gather it once for the lookup and
-once for both products with the logits.
+Operators may take different arrays of the same value, such as a table and its cast. Each array is then gathered on its
+own, and each gathered copy has its own lifetime. An example is a tied embedding: the lookup takes the table in float32,
+and the head takes a copy in bfloat16. Compiled for v5e:2x4 and v6e:4x4 (libtpu 0.0.42.1), GPT 1.3B and GPT-3 gather the
+table twice: once for the lookup, and once for both products with the logits.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def add_moved(
     """Add the operands that an operator class moves to `buffers`.
 
     Args:
-        buffers: the buffers so far. Keys are the kind of the move, its mesh axes and `SharedOperands.number`, and for
-            another array than that of the first operator its bytes.
-        moved_bytes: for each array of a first operator, by its key in `buffers`, its bytes on a device.
+        buffers: the buffers so far. A key has the kind of the move, its mesh axes and `SharedOperands.number`. If the
+            array is not the one that the first operator takes, the key also has its bytes.
+        moved_bytes: key -> the bytes on a device of the array that the first operator takes.
         move: the move.
         axes: its mesh axes.
         operands: the values that the class takes there.
