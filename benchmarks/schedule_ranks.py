@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 import common  # noqa: F401  sets up the path and the devices first
 from common import RESULTS
@@ -34,7 +35,8 @@ def programs(store: Store) -> list[Row]:
 
 def tau(rows: Sequence[Row], one: str, other: str) -> float:
     """Return Kendall's tau of two measures over the rows."""
-    return float(kendalltau(*([row.step[measure] for row in rows] for measure in (one, other)))[0])
+    found: Any = kendalltau(*([row.step[measure] for row in rows] for measure in (one, other)))
+    return float(found.statistic)
 
 
 def chosen(rows: Sequence[Row], measure: str) -> float:

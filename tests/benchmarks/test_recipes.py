@@ -33,6 +33,7 @@ from autoshard.sharding.machines.options.host_memory import LINK_SPEEDS
 from autoshard.sharding.machines.options.option_table import LINK_SPEED
 from autoshard.sharding.machines.targets import find_target
 from autoshard.train.program.build import workload_step
+from tests.sharding.lower.tpu.test_stack_layouts import ROWS, mlp, wide
 
 TINY = """
 [[recipe]]
@@ -602,3 +603,10 @@ def test_exposed_seconds_of_a_row_include_copies(tmp_path, monkeypatch):
     result = Compiled("ok", versions={}, memory={})
     planned = Planned("plan", "fsdp:16", "fsdp:16", "full", 1, None)
     assert store._row(planned, {}, "digest", result).exposed == {"joined": 0.75}
+
+
+def test_the_compiler_chooses_the_layout_of_stacks_in_the_plans_of_recipes():
+    shape = (ROWS, 8, 256)
+    assert wide(["input"], mlp, shape)
+    with plan_sides.moved_by_compiler():
+        assert not wide(["input"], mlp, shape)

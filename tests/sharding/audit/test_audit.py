@@ -15,7 +15,9 @@ from autoshard.sharding.audit import Audit, Compiled, verification
 from autoshard.sharding.audit.export import topology_name
 from autoshard.sharding.audit.replicated_arrays import ReplicatedArray
 from autoshard.sharding.audit.traffic_diff import CompiledCollective, Missing, Unplanned
+from autoshard.sharding.hlo.parser import parse_program
 from autoshard.sharding.hlo.rematerializations import Rematerialization
+from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding import programs
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
@@ -195,3 +197,24 @@ def test_topology_names_for_the_compiler():
     names = {"v5e:4x4": "v5e:4x4", "v5litepod:2x4": "v5e:2x4", "v5p:2x2x4*2": "v5p:2x2x4*2", "a100:8": "a100-80:1x8",
              "h100:4x8": "h100:4x8", "ironwood:2x2x1": "tpu7x:2x2x1", "cpu:8": "cpu:1x8"}  # fmt: skip
     assert {name: topology_name(verification.compile_target(name)) for name in names} == names
+
+
+@pytest.mark.parametrize("until", ["schedule", "code"])
+def test_copies_that_do_not_fit_beside_compute(until):
+    """A roofline adds them. Without cycles, the compute time of a schedule is that of the roofline."""
+    made = planned("dp:8", "h100:8")
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: f32[4096,4096]) -> f32[4096,4096] {
+  %x = f32[4096,4096]{1,0} parameter(0)
+  %s = (f32[4096,4096]{1,0}, f32[4096,4096]{1,0}, u32[]) copy-start(%x)
+  %n = f32[4096,4096]{1,0} negate(%x)
+  %d = f32[4096,4096]{1,0} copy-done(%s)
+  ROOT %r = f32[4096,4096]{1,0} add(%n, %x)
+}
+"""
+    executable, target = bound_or_error(made.bound).executable, find_target("h100:8")
+    found = verification.with_program(Audit("ok", until=until), executable, target, parse_program(text))
+    assert found.compute_us is not None and found.compute_us_roofline is not None
+    assert found.compute_us_cycles is None and found.step_time_us == found.compute_us
+    assert (found.compute_us < 0.9 * found.compute_us_roofline) == (until == "code")

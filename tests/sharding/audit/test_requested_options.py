@@ -85,6 +85,20 @@ def test_options_that_change_only_machine_code_have_an_effect(monkeypatch):
     assert not made.verify(options=dict(made.compiler_options["tpu"]) | {"xla_tiles": "1"}).notes
 
 
+def test_a_schedule_does_not_say_that_machine_code_stays_the_same(monkeypatch):
+    """All schedules are the same. `scoped-vmem` changes only machine code, so it may have an effect."""
+
+    def compile_under(executable, options, timeout_s=0.0, until: Until = "code"):
+        return Audit("ok", step_time_us=1.0, program="schedule", options=dict(options), until=until)
+
+    monkeypatch.setattr(verification, "verify_under", compile_under)
+    made = planned("v5e:2x4")
+    assert not made.verify(options="scoped-vmem", until="schedule").notes
+    given = dict(made.compiler_options["tpu"]) | {"xla_idle": "1"}
+    audit = made.verify(options=given, until="schedule")
+    assert audit.notes == ("these options change nothing in the schedule: xla_idle",)
+
+
 @pytest.mark.slow
 def test_the_option_that_the_compiler_knows_reports_its_effect():
     made = planned("cpu:8")
