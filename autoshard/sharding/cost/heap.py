@@ -2,7 +2,8 @@
 
 XLA:TPU goes through the scheduled program. Each buffer gets the lowest free place that is large enough, from the
 operator that makes it to the last one that takes it. A hole between buffers that is smaller than the next ones stays
-empty, so the heap is larger than the buffers that are live at once.
+empty, so the heap is larger than the buffers that are live at once. A value that is written over another one stays in
+its place.
 
 Placed in this way, the compiled buffers of 31 training steps for v5e, v5p and v6e (libtpu 0.0.42.1) give the size of
 the heap in the compiler's report within 2 % for 29 of them, and 7 % less and 4 % more for the other two. The live

@@ -81,9 +81,8 @@ class MemoryModel:
         self.merged = merged_values(program)
         birth, death = [-1] * n, [-1] * n  # lists: single elements of arrays are slow
         self._scan(program.block, self.written.tolist(), birth, death)
-        self.birth = np.array(
-            birth, int
-        )  # value -> when it is made, as a place in the order of operators; -1 for inputs
+        # Value -> when it is made, as a place in the order of operators; -1 for inputs.
+        self.birth = np.array(birth, int)
         self.death = np.array(death, int)  # value -> when it is taken last
         for v, kept in self.merged.items():
             self.written[kept] |= self.written[v]
@@ -98,6 +97,7 @@ class MemoryModel:
             self.death[out] = self.points
         for _, out in state:
             self.written[out] = out in inputs  # donated: written over the input
+        self.written_over: dict[int, int] = {}  # value -> the value that is written into its buffer later
         self._hand_over_carries(program)
         stacks, before = first_stacks(program, roles, fusion) if self.is_tiled else ([], None)
         self.birth[stacks] = self.point[id(before)] if before is not None else 0
@@ -111,6 +111,7 @@ class MemoryModel:
         temporaries = np.flatnonzero(self.written & (self.birth >= 0) & ~self.held_throughout)
         self.keep = temporaries
         self._free_overwritten(program, fusion)
+        self.placed, self.freed = self._shared_places() if self.is_tiled else (self.keep, self.death)
         self.sized = [*program.inputs, *temporaries.tolist()]
         self.of_role = {
             role: np.array([v for v in program.inputs if roles.inputs[v] == role], int)
@@ -162,10 +163,22 @@ class MemoryModel:
             return same and self.axes.of_value[one] == self.axes.of_value[other]
 
         found, early = overwritten(program, fusion, is_last, is_alike, on_gpu=self.on_gpu, on_tpu=self.is_tiled)
-        for v, op in found.items():
-            self.death[v] = self.point[id(op)] - 1
+        for v, (op, result) in found.items():
+            self.death[v], self.written_over[v] = self.point[id(op)] - 1, result
         for v, op in early.items():
             self.birth[v] = min(self.birth[v], self.point[id(op)])
+
+    def _shared_places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the values that get a place of their own in the heap, and for each value, when its place is free.
+
+        A value that is written over another one has the same place, so no other buffer comes in between.
+        """
+        own, freed, inside = {*self.keep.tolist()}, self.death.copy(), set[int]()
+        for v, result in sorted(self.written_over.items(), key=lambda pair: -self.birth[pair[0]]):
+            if v in own and result in own and self.birth[v] < self.birth[result] and result not in inside:
+                inside.add(result)
+                freed[v] = freed[result]
+        return np.array([v for v in self.keep.tolist() if v not in inside], int), freed
 
     def _hand_over_carries(self, program: Program) -> None:
         """End the life of an initial carry before its loop, if nothing else takes it: the loop writes over it."""
@@ -174,9 +187,9 @@ class MemoryModel:
                 continue
             start, end = self.point[id(op)], self.point[id(last_operator(op))]
             n_consts, n_carry = _compat.scan_arity(op.eqn.params)
-            for v in op.operands[n_consts : n_consts + n_carry]:
+            for v, result in zip(op.operands[n_consts:], op.results[:n_carry], strict=False):
                 if v >= 0 and op.operands.count(v) == 1 and 0 <= self.birth[v] < start and self.death[v] == end:
-                    self.death[v] = start - 1
+                    self.death[v], self.written_over[v] = start - 1, result
 
     def resized(self, axes: LogicalAxes) -> MemoryModel:
         """Return this model for the same operators with logical axes of other sizes (`padding.with_axis_size`)."""
@@ -202,8 +215,7 @@ class MemoryModel:
     def _scan(self, block: Block, written: Sequence[bool], birth: list[int], death: list[int]) -> int:
         """Find the live ranges of the values of a block, and set `birth` and `death`.
 
-        Returns:
-            When the last operator of the block runs.
+        Returns when the last operator of the block runs.
         """
         ops, end_of_block = list(inlined(block)), -1
         for op in ops:
@@ -362,8 +374,8 @@ class MemoryModel:
 
         Of those that begin at the same point, gathered operands come first, then the largest values.
         """
-        values = self.keep[np.argsort(-local[self.keep], kind="stable")]
-        found = [(self.birth[values], self.death[values], local[values])]
+        values = self.placed[np.argsort(-local[self.placed], kind="stable")]
+        found = [(self.birth[values], self.freed[values], local[values])]
         if self.fetched:
             some, begins, ends = map(np.array, zip(*self.fetched, strict=True))
             # The buffer of this iteration is live until its value is used, that of the next one until the end.

@@ -98,7 +98,7 @@ def overwritten(
     *,
     on_gpu: bool,
     on_tpu: bool = False,
-) -> tuple[dict[int, Op], dict[int, Op]]:
+) -> tuple[dict[int, tuple[Op, int]], dict[int, Op]]:
     """Find the kernels that write a result over one of their operands.
 
     Args:
@@ -113,10 +113,11 @@ def overwritten(
             several results (`_several_results`).
 
     Returns:
-        Two mappings. The first is from each overwritten operand to the operator at which its kernel runs. The second
-        is from each result that is written before its own operator to the operator at which its kernel runs.
+        Two mappings. The first is from each overwritten operand to the operator at which its kernel runs, and the
+        result. The second is from each result that is written before its own operator to the operator at which its
+        kernel runs.
     """
-    found: dict[int, Op] = {}
+    found: dict[int, tuple[Op, int]] = {}
     early: dict[int, Op] = {}
     own = _reduced_for_one(fusion) if on_gpu else frozenset()
     ops = list(program.ops())
@@ -151,7 +152,7 @@ def overwritten(
         for result in kernel.writes:
             alike = (v for v in free if is_alike(v, result) and _reaches_in_place(v, maker[result], maker, fusion))
             if (v := next(alike, None)) is not None:
-                found[v] = at
+                found[v] = at, result
                 free.remove(v)
                 early.update((each, at) for each in kernel.writes if at is not last)
     return found, early

@@ -91,3 +91,23 @@ def test_stacks_of_the_first_loop_are_placed_before_activations():
     assert [problem.program.avals[v].shape for v in stacks] == [(4, 64, 128, 256)]
     assert before is not None and before.name == "gather"
     assert problem.memory.birth[stacks] == problem.memory.birth[before.results[0]]
+
+
+def test_a_value_that_is_written_over_another_one_has_its_place():
+    """The gradient of the loss is written over the last activation, and does not move to the hole below.
+
+    Compiled for v5e:2x2 (libtpu 0.0.42.1), `plain-gelu full` of `benchmarks/peak_memory.py` does so. The hole is then a
+    little too small for the activation that is recomputed next: 1.19 GiB instead of 1.13.
+    """
+    rows, width = 65_536, 1024
+    weights = [{"up": jax.ShapeDtypeStruct((width, 4 * width), "bfloat16"),
+                "down": jax.ShapeDtypeStruct((4 * width, width), "bfloat16")}] * 2  # fmt: skip
+    x = jax.ShapeDtypeStruct((rows, width), "bfloat16")
+    made = plan(jax.grad(perceptron, (0, 1)), weights, x, plan="dp:4", target="v5e:2x2")
+    problem = bound_or_error(made.bound).problem
+    memory, avals = problem.memory, problem.program.avals
+    pairs = [pair for pair in memory.written_over.items() if avals[pair[1]].shape == (rows, width)]
+    (activation, gradient) = min(pairs, key=lambda pair: memory.birth[pair[0]])
+    assert memory.death[activation] < memory.birth[gradient]
+    assert memory.freed[activation] >= memory.death[gradient]
+    assert activation in memory.placed and gradient not in memory.placed
