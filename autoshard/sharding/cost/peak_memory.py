@@ -71,7 +71,7 @@ class MemoryModel:
         n = len(program.avals)
         self.written = np.zeros(n, bool)  # whether a value has a buffer of its own
         # The place of each operator in the order in which they run, by its number, and by its `id`.
-        self.time = points(program, self._is_delayed if self.on_gpu else lambda op: False)
+        self.time = points(program, self._is_delayed if self.on_gpu else None)
         self.point = dict(zip(map(id, program.ops()), self.time.tolist(), strict=True))
         self.points = len(self.time) - 1
         self.constant_bytes = float(sum(x.nbytes for x in program.constants()))

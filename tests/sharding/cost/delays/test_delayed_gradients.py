@@ -42,6 +42,21 @@ def test_in_a_loop_a_gradient_that_is_stacked_is_computed_last():
     assert order(fn, X, DY, W) == [ROWS_FIRST, ROWS_LAST, GRADIENT]
 
 
+def test_in_a_loop_every_product_is_computed_before_its_first_user():
+    """As the gradient of the values of attention, which the program has before that of the scores."""
+
+    def fn(x, dy, w, v):
+        def body(dy, _):
+            first, second = dy @ w.T, x @ v
+            return jnp.tanh(second) @ (v.T @ w) + jnp.tanh(first) @ w, None
+
+        return jax.lax.scan(body, dy, None, length=3)[0]
+
+    small = jax.ShapeDtypeStruct((WIDTH, 8), "float32")
+    found = order(fn, X, DY, W, small)
+    assert found.index((ROWS, 8)) < found.index(ROWS_FIRST) < found.index(ROWS_LAST)
+
+
 def test_a_gradient_before_a_loop_is_computed_behind_it():
     def fn(x, dy, w):
         dw = x.T @ dy
