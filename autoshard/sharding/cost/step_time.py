@@ -73,6 +73,7 @@ from autoshard.sharding.cost.prices.known_prices import KnownPrices
 from autoshard.sharding.cost.prices.operator_price import OperatorPrices
 from autoshard.sharding.cost.prices.price import Price
 from autoshard.sharding.cost.stretches import Stretches
+from autoshard.sharding.cost.tiles import padded_rows
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers
 from autoshard.sharding.layout.operator_strategy import Move
@@ -126,6 +127,7 @@ class CostModel:
         self.known, self._constraints = KnownPrices(axes, roles, fusion, target), constraints(axes.program)
         self.prices = OperatorPrices(axes, roles, target, fusion)
         self._cast_lookups = cast_lookups(axes.program) if target.platform == "tpu" else {}
+        self._padded_rows = padded_rows(axes.program) if target.platform == "tpu" else {}
         self._late = DelayedProducts(axes.program, roles, fusion) if target.platform == "tpu" else None
         self._memo: list[dict[int, Price]] = [{} for _ in self.classes]  # for each class: number of specs -> price
         self._canonical: WeakKeyDictionary[Layout, CanonicalLayout] = WeakKeyDictionary()
@@ -189,6 +191,7 @@ class CostModel:
                     new = new if move.array < 0 else np.concatenate([some.first for some in each.shared[move.array]])
                 elif move.array >= 0 and not move.hops:
                     narrow = self._cast_lookups.get(each.op.results[0], 1.0) if each.op.results else 1.0
+                    narrow *= self._padded_rows.get(each.op.operands[move.array], 1.0)
                     late = self._late is not None and self._late.has(each, move, self._state_values)
                     until = self._delayed_until if late else None
                     new = add_moved(buffers, moved_bytes, move, axes, each.shared[move.array], narrow, until)

@@ -145,6 +145,21 @@ def row_major_values(program: Program) -> frozenset[int]:
     return frozenset(found)
 
 
+def padded_rows(program: Program) -> dict[int, float]:
+    """Return the results of declared operators, also moved or cast ones, and the factor by which rows are padded.
+
+    A gathered copy is stored in the same order of dimensions, and so has the same padding. Compiled for v5e and v6e
+    (libtpu 0.0.42.1), `tp:8`, GPT 1.3B gathers the results and gradients of splash attention with heads of 64 elements.
+    The gathered arrays take twice their bytes.
+    """
+    found: dict[int, float] = {}
+    for op in program.ops():
+        if is_declared(op) or any(v in found for v in _sources_of_rows(op)):
+            shapes = ((v, program.avals[v].shape) for v in op.results)
+            found |= {v: row_padding(shape[-1]) for v, shape in shapes if shape and shape[-1] % TPU_LANES}
+    return found
+
+
 def _sources_of_rows(op: Op) -> list[int]:
     """Return the arrays from which an operator computes its result row by row, such as a product before its bias."""
     arrays = [n for n, v in enumerate(op.operands) if v >= 0 and op.eqn.invars[n].aval.shape]

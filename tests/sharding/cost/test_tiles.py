@@ -9,7 +9,7 @@ import pytest
 
 from autoshard import operator, plan
 from autoshard.models.workloads import workload
-from autoshard.sharding.cost.tiles import batches_of_products, filled_tile_fraction, tile_padding
+from autoshard.sharding.cost.tiles import batches_of_products, filled_tile_fraction, padded_rows, tile_padding
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.spmdrules.ir.program import build
 from autoshard.train.program.build import workload_step
@@ -35,6 +35,20 @@ def test_stacks_of_results_of_opaque_operators_have_whole_tiles(size, padding):
     rows = 4096
     assert temporary(fn, (rows, size)) >= 8 * rows * size * 4 * padding
     assert temporary(fn, (rows, size), target="h100:1x1") < 8 * rows * size * 4 * 2.5
+
+
+def test_results_of_opaque_operators_keep_their_padding_when_they_are_moved():
+    def fn(x, w):
+        y = kernel(x)
+        moved = jnp.swapaxes((2 * y).astype("bfloat16").reshape(32, 1, 96), 0, 1)
+        return moved @ w.astype("bfloat16"), kernel(x @ w)
+
+    shapes = ((32, 96), "float32"), ((96, 128), "float32")
+    program = build(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(*each) for each in shapes)))
+    found = {str(program.avals[v].str_short()): factor for v, factor in padded_rows(program).items()}
+    assert found == dict.fromkeys(
+        ("float32[32,96]", "bfloat16[32,96]", "bfloat16[32,1,96]", "bfloat16[1,32,96]"), 4 / 3
+    )
 
 
 @operator("a b d -> a b; whole d")
