@@ -108,10 +108,8 @@ class MemoryModel:
         self.held_throughout = np.zeros(n, bool)
         self.held_throughout[list(inputs)] = True
         self.written[self.carried] = False
-        temporaries = np.flatnonzero(self.written & (self.birth >= 0) & ~self.held_throughout)
-        self.keep = temporaries
+        self.keep = temporaries = np.flatnonzero(self.written & (self.birth >= 0) & ~self.held_throughout)
         self._free_overwritten(program, fusion)
-        self.placed, self.freed = self._shared_places() if self.is_tiled else (self.keep, self.death)
         self.sized = [*program.inputs, *temporaries.tolist()]
         self.of_role = {
             role: np.array([v for v in program.inputs if roles.inputs[v] == role], int)
@@ -135,6 +133,7 @@ class MemoryModel:
         ]
         # Value -> the dimensions along which it can have tiles. Values without an entry can have tiles along all.
         self.tiled = self._tiled_dims(program, temporaries.tolist()) if self.is_tiled else {}
+        self.placed, self.freed = self._shared_places() if self.is_tiled else (self.keep, self.death)
         self._classes: dict[frozenset[int], ValueClasses] = {}
         self._spec_functions: dict[int, Callable[[Layout, int], Spec]] = {}
         self._alike: dict[int, list[tuple[tuple[int, ...], np.ndarray]]] = {}  # by the `id` of the classes
@@ -171,11 +170,12 @@ class MemoryModel:
     def _shared_places(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the values that get a place of their own in the heap, and for each value, when its place is free.
 
-        A value that is written over another one has the same place, so no other buffer comes in between.
+        A value that is written over another one with the same tiles has the same place, so nothing comes in between.
         """
         own, freed, inside = {*self.keep.tolist()}, self.death.copy(), set[int]()
         for v, result in sorted(self.written_over.items(), key=lambda pair: -self.birth[pair[0]]):
-            if v in own and result in own and self.birth[v] < self.birth[result] and result not in inside:
+            alike = v in own and result in own and self.tiled.get(v) == self.tiled.get(result)
+            if alike and self.birth[v] < self.birth[result] and result not in inside:
                 inside.add(result)
                 freed[v] = freed[result]
         return np.array([v for v in self.keep.tolist() if v not in inside], int), freed
