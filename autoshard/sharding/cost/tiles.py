@@ -154,7 +154,8 @@ def padded_rows(program: Program) -> dict[int, float]:
     """
     found: dict[int, float] = {}
     for op in program.ops():
-        if is_declared(op) or any(v in found for v in _sources_of_rows(op)):
+        takes = not found.keys().isdisjoint(op.operands)
+        if is_declared(op) or (takes and any(v in found for v in _sources_of_rows(op))):
             shapes = ((v, program.avals[v].shape) for v in op.results)
             found |= {v: row_padding(shape[-1]) for v, shape in shapes if shape and shape[-1] % TPU_LANES}
     return found
