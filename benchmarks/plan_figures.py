@@ -10,7 +10,7 @@ from plan_rows import Row, Store, best, measures_of
 from rich.console import Console
 from rich.table import Table
 
-MEASURES = ("cycles", "roofline")
+MEASURES = ("cycles", "roofline", "joined")
 
 
 def show(stores: Sequence[Store]) -> None:
