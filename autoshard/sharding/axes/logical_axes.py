@@ -22,7 +22,7 @@ from autoshard.sharding.axes.lookup_tables import LookupTable, lookup_tables
 from autoshard.sharding.axes.merged.row_order import unordered_dims
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.sharding.program.operator_kinds import CONVOLUTION, decodes
-from autoshard.spmdrules.families.stages import STAGE, TO_STAGES, WITH_ALL_LAYERS, shift_p
+from autoshard.spmdrules.families.stacked.stages import STAGE, TO_STAGES, WITH_ALL_LAYERS, shift_p
 from autoshard.spmdrules.ir.dimension_classes import DimensionClasses, unify
 from autoshard.spmdrules.ir.program import Op, Program, visits
 

@@ -42,7 +42,7 @@ from autoshard.sharding.axes.weights.transposed_gradients import transposed_grad
 from autoshard.sharding.axes.weights.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float, is_integer, itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
-from autoshard.spmdrules.families.stages import LAYER_STACKS, TO_STAGES
+from autoshard.spmdrules.families.stacked.stages import LAYER_STACKS, TO_STAGES
 from autoshard.spmdrules.families.weight_gathers import gather_p
 from autoshard.spmdrules.ir.program import Program
 

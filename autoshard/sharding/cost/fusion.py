@@ -72,7 +72,7 @@ from autoshard.sharding.cost.kernels.sources import Sources, readers
 from autoshard.sharding.cost.on_chip import on_chip_shares, short_lives
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, CONVOLUTION, is_strided_move
-from autoshard.spmdrules.families.stages import read_p
+from autoshard.spmdrules.families.stacked.stages import read_p
 from autoshard.spmdrules.families.weight_gathers import AROUND_LOOPS
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined, users_of
 

@@ -24,6 +24,7 @@ from autoshard.sharding.axes.merged.merged_axes import rearranged_axes
 from autoshard.sharding.axes.roles import Role, Roles
 from autoshard.sharding.axes.stored_values import is_small_stack, small_layers, sources_of
 from autoshard.sharding.axes.typical_inputs import typical_inputs
+from autoshard.sharding.axes.weights.spread_matrices import spread_matrices_of, spread_spec
 from autoshard.sharding.axes.weights.storage_dims import stored_dim
 from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES
 from autoshard.sharding.program.array_sizes import is_float, itemsize
@@ -108,6 +109,8 @@ class Layout:
         return spec
 
     def _derive_spec(self, leaves: Leaves) -> Spec:
+        if (spread := spread_spec(self.axes, leaves, self.mesh, self.storage)) is not None:
+            return spread
         if self._listed.isdisjoint([c for dim in leaves for c in dim]):
             return ((),) * len(leaves)
         assigned, _ = self._assigned(leaves)
@@ -166,8 +169,7 @@ class Layout:
 
     def sharded_classes(self) -> set[int]:
         """The logical axes that this layout shards in some tensor."""
-        listed = {c for classes in self.table.values() for c in classes}
-        return {c for c in listed if self.shard_count(self.spec_of(((c,),))[0]) > 1}
+        return {c for c in self._listed if self.shard_count(self.spec_of(((c,),))[0]) > 1}
 
     def sharding_key(self) -> tuple[Any, ...]:
         """A key that is equal for layouts with the same shardings. Adjacent mesh axes with equal use count as one."""
@@ -184,7 +186,7 @@ class Layout:
 
     def idle_axes(self) -> list[str]:
         """The mesh axes that shard no work: all their devices do the same."""
-        sharded = {c for classes in self.table.values() for c in classes}
+        sharded = self._listed
         # Axes of one dimension, such as key heads and query groups, can be sharded together further than each alone.
         dims = [*((c,) for c in sharded), *(dim for dim in self.axes.merged_inputs if sharded.issuperset(dim))]
         used = {a for dim in dims for a in self.spec_of((dim,))[0]}
@@ -326,6 +328,8 @@ class Layout:
         if self._gradient_specs is None:
             self._gradient_specs = self._derive_gradient_specs()
             self._transposed = {tuple(sorted(leaves)): leaves for leaves in self._gradient_specs}
+        if (source := spread_matrices_of(self.axes).sources.get(value)) is not None:
+            return self.alias_spec(source, value)
         if value in self.roles.transposed_gradients:  # not by logical axes: another tensor may have these
             becomes, permutation = self.roles.transposed_gradients[value]
             spec = self.gradient_spec(becomes)

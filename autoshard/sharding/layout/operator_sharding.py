@@ -31,14 +31,8 @@ from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byt
 from autoshard.spmdrules.core.reshard_path import moves_axis
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of
-from autoshard.spmdrules.families.stages import (
-    LAYER_STACKS,
-    STAGE,
-    STAGE_OPERATORS,
-    TO_STAGES,
-    WITH_ALL_LAYERS,
-    shift_p,
-)
+from autoshard.spmdrules.families.stacked import EXCHANGES, SPREADS
+from autoshard.spmdrules.families.stacked.stages import STAGE, STAGE_OPERATORS, TO_STAGES, WITH_ALL_LAYERS, shift_p
 from autoshard.spmdrules.families.weight_gathers import OUTSIDE_LOOPS, after_loop_p
 from autoshard.spmdrules.ir.program import Block, Op
 
@@ -105,7 +99,7 @@ def is_stored_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> b
         return True
     if op.name == after_loop_p.name and value in roles.gradients:
         return True
-    if op.name in LAYER_STACKS and (value in roles.gradients or (roles.replicas,) in axes.of_value[value]):
+    if op.name in EXCHANGES and (value in roles.gradients or (roles.replicas,) in axes.of_value[value]):
         return True
     return is_gradient(axes, roles, op, value)
 
@@ -262,7 +256,7 @@ def strategy_for_specs(
     given = [nbytes(v.aval) for v in op.eqn.outvars]
     forms = sequence_forms_of(op.eqn.params, avals) if sequence else None
     is_gather = op.name in OUTSIDE_LOOPS or decodes(op)
-    if forms is None and op.name not in LAYER_STACKS and not (is_gather or summed):
+    if forms is None and op.name not in EXCHANGES and not (is_gather or summed):
         chosen = known_strategy(op.rule, moved, specs, given, result_specs, mesh, flops_of(op), prices)
         return _with_shift(op, chosen, mesh) if op.name == shift_p.name else chosen
 
@@ -277,8 +271,8 @@ def strategy_for_specs(
         return choose(op.rule, {a: [f] for a, f in first.items() if all(each.get(a) == f for each in rest)})
     if forms is None:
         dims, of_layer = _layer_of(op, specs, result_specs)
-        of_stages = (result_specs if op.name in TO_STAGES else specs)[0]
-        if op.name not in TO_STAGES:  # a stage takes its shards of the layers before the exchange
+        of_stages = (result_specs if op.name in SPREADS else specs)[0]
+        if op.name not in SPREADS:  # a stage takes its shards of the layers before the exchange
             specs = [exchanged_spec((*((),) * (len(of_stages) - len(of_layer)), *of_layer), of_stages)]
         of_layers, stages = project(op.rule, dims, of_layer, mesh), axes_of(of_stages[:1])
         # The exchange between the stages moves shards. Each mesh axis alone would rather gather small shards, before
@@ -290,10 +284,10 @@ def strategy_for_specs(
 def _layer_of(op: Op, operand_specs: Sequence[Spec], result_specs: Sequence[Spec]) -> tuple[Dims, Spec]:
     """The factors and the sharding of one layer, where an operator gives layers to the stages or takes them back."""
     assert op.rule is not None
-    dims, spec = (
-        (op.rule.operands[0], operand_specs[0]) if op.name in TO_STAGES else (op.rule.results[0], result_specs[0])
-    )
-    first = 1 if op.name in WITH_ALL_LAYERS else 0
+    stack, dims, spec = op.rule.results[0], op.rule.operands[0], operand_specs[0]
+    if op.name not in SPREADS:
+        stack, dims, spec = dims, stack, result_specs[0]
+    first = 1 if op.name in WITH_ALL_LAYERS else len(dims) - len(stack) + 1
     return dims[first:], spec[first:]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 from autoshard import _compat
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
-from autoshard.spmdrules.core.placement import Spec, exchanged_spec
-from autoshard.spmdrules.families.stages import LAYER_STACKS, TO_STAGES
+from autoshard.spmdrules.core.placement import Spec, axes_of, exchanged_spec
+from autoshard.spmdrules.core.reshard_path import reshard_path
+from autoshard.spmdrules.families.stacked import EXCHANGES, SPREADS
+from autoshard.spmdrules.families.stacked.matrices import MATRIX_STACKS
 from autoshard.spmdrules.ir.program import Op
 
 
@@ -35,17 +38,28 @@ def exchanged_layers(
         wants: the wanted shardings of its results.
         constrain: returns an array with a sharding.
     """
-    if op.name not in LAYER_STACKS:
+    if op.name not in EXCHANGES:
         return None
     assert (rule := op.rule) is not None
-    if op.name in TO_STAGES:
+    if op.name in SPREADS:
         layers = [constrain(x, chosen.spec(dims)) for x, dims in zip(args, rule.operands, strict=True)]
         (stack,) = _compat.bind(op.eqn, op.eqn.params, *layers)
         computed = chosen.spec(rule.results[0])
-        for spec in (computed, exchanged_spec(computed, wants[0]), wants[0]):
-            stack = constrain(stack, spec)
-        return [stack]
+        return [reduce(constrain, (computed, *_path(op, computed, wants[0])), stack)]
     stack, computed = args[0], chosen.spec(rule.operands[0])
-    for spec in (exchanged_spec(computed, operand_spec(layout, op.operands[0])), computed):
-        stack = constrain(stack, spec)
+    back = _path(op, computed, operand_spec(layout, op.operands[0]))[-2::-1]
+    stack = reduce(constrain, (*back, computed), stack)
     return [constrain(x, w) for x, w in zip(_compat.bind(op.eqn, op.eqn.params, stack), wants, strict=True)]
+
+
+def _path(op: Op, of_layers: Spec, of_stages: Spec) -> list[Spec]:
+    """Return the shardings of a stack from that by which each stage has a part of all layers, to its own layers.
+
+    The mesh axes that shard no layer take a part of the stack first. The others then exchange shards, one by one.
+    """
+    if op.name not in MATRIX_STACKS:
+        return [exchanged_spec(of_layers, of_stages), of_stages]
+    used = {*axes_of(of_layers)}
+    first = tuple(a for a in of_stages[0] if a not in used)
+    between = (first, *of_layers[1:])
+    return [between, *reshard_path(between, of_stages)]

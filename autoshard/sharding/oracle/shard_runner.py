@@ -14,7 +14,7 @@ from autoshard.sharding.oracle.cases import Case, from_numpy, to_numpy
 from autoshard.sharding.oracle.shards import Disagreement, Grid, shard_indices, split_shards
 from autoshard.spmdrules.core.rule import Rule, Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import returning_list
-from autoshard.spmdrules.families.stages import shift_p
+from autoshard.spmdrules.families.stacked.stages import shift_p
 
 # The oracle compiles many programs and runs each of them once.
 FAST_COMPILE: Any = {"xla_backend_optimization_level": 0}

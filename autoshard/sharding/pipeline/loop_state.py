@@ -18,7 +18,7 @@ from autoshard.sharding.pipeline.schedules import (
     WEIGHTS,
     Schedule,
 )
-from autoshard.spmdrules.families.stages import shift_stages
+from autoshard.spmdrules.families.stacked.stages import shift_stages
 
 WAITING = {
     "residuals": (FORWARD, (BACKWARD, WEIGHTS)),

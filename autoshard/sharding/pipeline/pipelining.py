@@ -35,7 +35,7 @@ from autoshard.sharding.pipeline.stage_cut import NotStaged, TooManyStages, cut_
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
-from autoshard.spmdrules.families.stages import stack_layers, stage_sizes
+from autoshard.spmdrules.families.stacked.stages import stack_layers, stage_sizes
 
 
 def stages_of(plan: Any) -> int:

@@ -18,7 +18,7 @@ from autoshard import _compat
 from autoshard.sharding.offload.edits import jaxprs_of
 from autoshard.sharding.pipeline.stage_cut import NotStaged, StageCut
 from autoshard.spmdrules.families.host_slots import host_slots
-from autoshard.spmdrules.families.stages import read_slots, write_slots
+from autoshard.spmdrules.families.stacked.stages import read_slots, write_slots
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 

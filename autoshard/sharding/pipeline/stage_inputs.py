@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from autoshard.sharding.pipeline.microbatch_values import Env
 from autoshard.sharding.pipeline.schedules import FORWARD, RECOMPUTE, Schedule, Slots
 from autoshard.sharding.pipeline.stage_cut import StageCut
-from autoshard.spmdrules.families.stages import read_slots, write_slots
+from autoshard.spmdrules.families.stacked.stages import read_slots, write_slots
 
 
 class StageInputs:

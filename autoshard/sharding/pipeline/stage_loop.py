@@ -36,7 +36,7 @@ from autoshard.sharding.pipeline.stage_inputs import StageInputs
 from autoshard.sharding.pipeline.stage_layers import StageLayers
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
 from autoshard.sharding.pipeline.tick_tables import always_write, tick_tables
-from autoshard.spmdrules.families.stages import read_layer, read_slots, write_one, write_slots
+from autoshard.spmdrules.families.stacked.stages import read_layer, read_slots, write_one, write_slots
 
 State = dict[str, Any]
 

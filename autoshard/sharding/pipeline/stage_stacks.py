@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from autoshard import _compat
-from autoshard.spmdrules.families.stages import (
+from autoshard.spmdrules.families.stacked.stages import (
     collect_layers,
     layers_of_slots,
     own_layers,

@@ -39,6 +39,7 @@ from autoshard.sharding.planner.notes.explicit_types import followed_types, type
 from autoshard.sharding.planner.notes.hindrances import hindrance_notes
 from autoshard.sharding.planner.notes.repeated_work import repeated_work_notes
 from autoshard.sharding.planner.notes.single_row import single_row_notes
+from autoshard.sharding.planner.notes.spread_updates import spread_update_notes
 from autoshard.sharding.planner.offload_choice import host_memory_notes, offload_notes
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.search_summary import search_record
@@ -172,6 +173,7 @@ def _notes(problem: PlanningProblem, best: Candidate) -> tuple[str, ...]:
     notes += idle or repeated_work_notes(problem, layout, best.cost.step_time_us)
     notes += offload_notes(problem)
     notes += own_sum_notes(problem)
+    notes += spread_update_notes(layout)
     notes += stage_notes(problem.traced)
     notes += product_notes(problem.program, problem.machine.target.chip, problem.machine.target.name)
     if problem.overlap is not None:

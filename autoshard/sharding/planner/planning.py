@@ -60,6 +60,7 @@ from autoshard.sharding.program.kernel_records import KernelWord
 from autoshard.sharding.program.state_memory import warn_of_state_left_on_device
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.kernel_rewriting import with_kernels
+from autoshard.sharding.rewrite.updates.spread_updates import with_spread_updates
 from autoshard.sharding.search.candidate import Candidate, SearchCounts
 from autoshard.sharding.search.constants import KIND_ERROR
 from autoshard.sharding.search.late_sums import promising_groups
@@ -224,7 +225,8 @@ def _plan_program(
     if isinstance(plan, ShardingPlan) and plan.requested_options:
         options = plan.compiler_options.get(machine.target.platform, {})
         machine = replace(machine, target=with_options(machine.target, options))
-    traced = with_loop_collectives(with_added_slices(traced), machine.target.chip.memory_bytes)
+    traced = with_spread_updates(with_added_slices(traced), machine.target.devices)
+    traced = with_loop_collectives(traced, machine.target.chip.memory_bytes)
     settings = memory_limit_bytes, constraints, gather, overlap
     problem = PlanningProblem(traced, machine, *settings)
     whole = with_whole_rows(traced, problem.axes, problem.roles, machine.target.devices)

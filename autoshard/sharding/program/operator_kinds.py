@@ -8,7 +8,8 @@ from autoshard.sharding.program.partitioner_faults import MISPARTITIONED
 from autoshard.spmdrules.core.rule import POSITIONS
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS
-from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE_OPERATORS
+from autoshard.spmdrules.families.stacked import EXCHANGES
+from autoshard.spmdrules.families.stacked.stages import STAGE_OPERATORS
 from autoshard.spmdrules.families.weight_gathers import OUTSIDE_LOOPS, whole_p
 from autoshard.spmdrules.ir.program import Op
 from autoshard.spmdrules.reference.coverage import runs_on_host
@@ -32,7 +33,7 @@ _TILED_DIMS = 2  # number of minor dimensions that a TPU stores in tiles, as in 
 INLINED_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
 
 _CONSTRAINED = frozenset(
-    (*CONTRACTIONS, *INDEXED, *NEEDS_GATHERED, *SORTS, *REDUCTIONS, *KERNELS, *LAYER_STACKS, *OUTSIDE_LOOPS)
+    (*CONTRACTIONS, *INDEXED, *NEEDS_GATHERED, *SORTS, *REDUCTIONS, *KERNELS, *EXCHANGES, *OUTSIDE_LOOPS)
 )
 
 

@@ -14,10 +14,10 @@ from autoshard.spmdrules.families import (
     random,
     reduction,
     sorting,
-    stages,
     weight_gathers,
     window,
 )
+from autoshard.spmdrules.families.stacked import matrices, stages
 
 FAMILIES = (
     elementwise,
@@ -34,6 +34,7 @@ FAMILIES = (
     manual_sharding,
     cudnn,
     stages,
+    matrices,
     host_slots,
     weight_gathers,
 )

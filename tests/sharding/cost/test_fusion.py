@@ -10,7 +10,7 @@ from autoshard.sharding.cost.constants import BROADCAST_GROWTH
 from autoshard.sharding.cost.fusion import fuse
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.spmdrules.custom_ops.operator import operator
-from autoshard.spmdrules.families.stages import read_layer
+from autoshard.spmdrules.families.stacked.stages import read_layer
 from autoshard.spmdrules.ir.program import build
 
 B, D, F = 64, 32, 128

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard import _compat
 from autoshard.spmdrules.families.host_slots import host_slots
-from autoshard.spmdrules.families.stages import (
+from autoshard.spmdrules.families.stacked.stages import (
     collect_layers,
     read_layer,
     read_slots,

@@ -9,7 +9,7 @@ from autoshard import _compat
 from autoshard.sharding.program.array_sizes import itemsize
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.sharding.program.operator_kinds import REDUCTIONS, decodes, is_decision_point, is_declared
-from autoshard.spmdrules.families.stages import layer_p, write_p
+from autoshard.spmdrules.families.stacked.stages import layer_p, write_p
 from autoshard.spmdrules.ir.program import Op
 
 SLICES = ("slice", "dynamic_slice", layer_p.name)

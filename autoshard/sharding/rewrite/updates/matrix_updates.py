@@ -1,0 +1,217 @@
+"""Finds computations that multiply one matrix of an optimizer by itself, such as Muon's iteration.
+
+    update     u -> y, two values of one shape outside of loops; what is between them takes no other array of that
+               program but small ones (coefficients), and contains a product
+
+`u` is computed element by element from state, such as momentum or the statistics of Shampoo. Products of the forward
+and backward pass are no updates: they take parameters and data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard import _compat
+from autoshard._shown import shown
+from autoshard.sharding.offload.edits import call_of
+from autoshard.sharding.rewrite.slices import ELEMENTWISE
+from autoshard.spmdrules.core.registry import has_rule
+
+# An update has fewer operators between its first and its last value. Source: chosen; five steps of Newton and Schulz,
+# written out, have about 50.
+_MOST_OPERATORS = 400
+# Arrays with at most so many elements are coefficients. Source: chosen; those of Muon are 3 or 5 x 3.
+_MOST_COEFFICIENTS = 64
+_MOVES = frozenset(("transpose", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "optimization_barrier"))
+_PRODUCTS = frozenset(("dot_general",))
+
+
+@shown
+@dataclass(frozen=True)
+class MatrixUpdate:
+    """One update of one matrix.
+
+    Attributes:
+        first: the variable of the value that it starts from.
+        last: the variable of its result.
+        others: the variables of coefficients.
+        inside: the positions of its equations, in order.
+    """
+
+    first: Any
+    last: Any
+    others: tuple[Any, ...]
+    inside: tuple[int, ...]
+
+
+def matrix_updates(jaxpr: Any, state: Iterable[int]) -> list[MatrixUpdate]:
+    """Return the updates of a step in the order of their results.
+
+    Args:
+        jaxpr: the step, with its calls inlined.
+        state: the numbers of the inputs that are state.
+    """
+    search = _Search(jaxpr)
+    inputs = {jaxpr.invars[n] for n in state}
+    updates = []
+    for first, inside in search.regions().items():
+        last = search.last(first, inside)
+        if last is None or last.aval.shape != first.aval.shape or not all(_is_known(jaxpr.eqns[n]) for n in inside):
+            continue
+        if search.comes_from(first, inputs):
+            others = dict.fromkeys(
+                x for n in inside for x in jaxpr.eqns[n].invars
+                if not isinstance(x, _compat.Literal) and x is not first and search.maker.get(x, -1) not in inside
+            )  # fmt: skip
+            updates.append(MatrixUpdate(first, last, tuple(others), tuple(sorted(inside))))
+    return sorted(updates, key=lambda each: search.maker[each.last])
+
+
+def may_have_updates(closed: Any) -> bool:
+    """Whether a step may have updates, in less time than it takes to inline its calls.
+
+    If a call that the step makes has products, it may be that of the optimizer.
+    """
+    jaxpr = _compat.open_jaxpr(closed)
+    while len(jaxpr.eqns) == 1 and (called := call_of(jaxpr.eqns[0])) is not None:
+        jaxpr = _compat.open_jaxpr(called)
+    if any(call_of(eqn) is not None and _has_product(eqn) for eqn in jaxpr.eqns):
+        return True
+    search = _Search(jaxpr)
+    for first, inside in search.regions().items():
+        last = search.last(first, inside)
+        if last is not None and last.aval.shape == first.aval.shape:
+            return True
+    return False
+
+
+class _Search:
+    def __init__(self, jaxpr: Any):
+        self.eqns: Sequence[Any] = jaxpr.eqns
+        self.maker: Mapping[Any, int] = {x: n for n, eqn in enumerate(self.eqns) for x in eqn.outvars}
+        self.users: dict[Any, list[int]] = {}
+        for n, eqn in enumerate(self.eqns):
+            for x in eqn.invars:
+                if not isinstance(x, _compat.Literal):
+                    self.users.setdefault(x, []).append(n)
+        self.results = {x for x in jaxpr.outvars if not isinstance(x, _compat.Literal)}
+
+    def regions(self) -> dict[Any, set[int]]:
+        """Return the equations around products that take one array: the array -> their positions."""
+        found: dict[Any, set[int]] = {}
+        owner: dict[int, Any] = {}  # position -> the array of its region
+        changed: set[Any] = set()  # arrays whose regions may not end in one result
+        for position, eqn in enumerate(self.eqns):
+            start = self.start(position) if _has_product(eqn) else None
+            if start is None:
+                continue
+            of, inside = start
+            if of not in found:  # an iteration may start from what another one inside the same region computes
+                maker = self.maker.get(of, -1)
+                if maker not in owner:
+                    for x in changed:
+                        self.last(x, found[x])
+                        owner |= dict.fromkeys(found[x], x)
+                    changed.clear()
+                of = owner.get(maker, of)
+            found.setdefault(of, set()).update(inside)
+            owner |= dict.fromkeys(inside, of)
+            changed.add(of)
+        return found
+
+    def start(self, position: int) -> tuple[Any, set[int]] | None:
+        """Return the one array from which an equation is computed, and the equations from there to it.
+
+        The equations that compute its operands are taken in, the last one first, until only one array is left.
+        """
+        inside, arrays = {position}, self._arrays(position)
+        while len(arrays) > 1:
+            at, x = max((self.maker.get(x, -1), n) for n, x in enumerate(arrays))
+            given = sum(y not in self.maker for y in arrays)
+            if at < 0 or given > 1 or len(inside) > _MOST_OPERATORS or self.eqns[at].effects:
+                return None
+            inside.add(at)
+            made = {*self.eqns[at].outvars}
+            arrays = list(dict.fromkeys([*(y for y in arrays if y not in made), *self._arrays(at)]))
+        return (arrays[0], inside) if arrays else None
+
+    def _arrays(self, position: int) -> list[Any]:
+        """Return the operands of an equation that are no coefficients."""
+        return list(dict.fromkeys(
+            x for x in self.eqns[position].invars
+            if not isinstance(x, _compat.Literal) and math.prod(x.aval.shape) > _MOST_COEFFICIENTS
+        ))  # fmt: skip
+
+    def last(self, first: Any, inside: set[int]) -> Any:
+        """Take in the equations that need only what is inside, until all uses of the first array lead to one result.
+
+        If other equations use the first array, too, it is enough that there is one result. Return it, or None.
+        """
+        found, fewest = None, {*inside}
+        while len(inside) <= _MOST_OPERATORS:
+            results = self._results_of(inside)
+            if len(results) == 1:
+                found, fewest = results[0], {*inside}
+                if inside.issuperset(self.users[first]):
+                    break
+            known = {first, *(x for n in inside for x in self.eqns[n].outvars)}
+            more = min(
+                (n for x in known for n in self.users.get(x, ()) if n not in inside and self._needs_only(n, known)),
+                default=None,
+            )
+            if more is None:
+                break
+            inside.add(more)
+        inside &= fewest
+        return found
+
+    def _needs_only(self, position: int, known: set[Any]) -> bool:
+        return all(x in known for x in self._arrays(position)) and not self.eqns[position].effects
+
+    def _results_of(self, inside: set[int]) -> list[Any]:
+        made = [x for n in sorted(inside) for x in self.eqns[n].outvars]
+        return [x for x in made if x in self.results or any(n not in inside for n in self.users.get(x, ()))]
+
+    def comes_from(self, value: Any, inputs: set[Any]) -> bool:
+        """Whether a value is computed element by element from one of these inputs."""
+        size, seen, left = math.prod(value.aval.shape), {value}, [value]
+        while left:
+            x = left.pop()
+            if x in inputs:
+                return True
+            n = self.maker.get(x)
+            if n is None or not _is_elementwise(self.eqns[n]):
+                continue
+            for y in self.eqns[n].invars:
+                if not isinstance(y, _compat.Literal) and math.prod(y.aval.shape) == size and y not in seen:
+                    seen.add(y)
+                    left.append(y)
+        return False
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    return eqn.primitive.name in ELEMENTWISE or eqn.primitive.name in _MOVES
+
+
+def _is_known(eqn: Any) -> bool:
+    """Whether an equation and all inside it have a rule, so that it does the same to each matrix of a stack."""
+    inner = [*_inner(eqn)]
+    return all(map(_is_known, inner)) if inner else has_rule(eqn.primitive) and not eqn.effects
+
+
+def _inner(eqn: Any) -> Iterator[Any]:
+    """Yield the equations of the jaxprs in an equation's parameters."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if _compat.is_jaxpr(one):
+                yield from _compat.open_jaxpr(one).eqns
+
+
+def _has_product(eqn: Any) -> bool:
+    """Whether an equation is a product, or a loop or branch with one."""
+    if eqn.primitive.name in _PRODUCTS:
+        return True
+    return any(map(_has_product, _inner(eqn)))

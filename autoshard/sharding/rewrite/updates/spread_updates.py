@@ -1,0 +1,212 @@
+"""Lets each device compute the updates of whole matrices of its own.
+
+The updates of equal matrices (`matrix_updates`) become one update of a stack of matrices, between two operators that
+exchange shards (`families.stacked.matrices`). Before, every device would gather all matrices and update all of them.
+An update of `n` matrices over `d` devices takes the time of `ceil(n / d)` matrices, and each matrix is sent twice.
+
+Scheduled for TPUs by libtpu 0.0.42.1: a GPT of 1.3B with Muon (`benchmarks/formulations/block_optimizer.py`) takes 1186
+instead of 1349 ms on v5e:4x4 under `dp:2 fsdp:8`, and the expert's best plan 1324. Four layers of Llama 7B with optax's
+Muon take 169 instead of 220 ms on v5p:4x4x4 under `dp:2 fsdp:32`, and 150 with AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from autoshard import _compat
+from autoshard._shown import shown
+from autoshard.sharding.program.tracing import Traced
+from autoshard.sharding.rewrite.evaluation import rewritten
+from autoshard.sharding.rewrite.slices import Refused
+from autoshard.sharding.rewrite.updates.matrix_updates import MatrixUpdate, matrix_updates, may_have_updates
+from autoshard.sharding.rewrite.updates.one_matrix import on_one_matrix
+from autoshard.spmdrules.families.stacked.matrices import collect_matrices, spread_matrices
+
+_STACK_RANK = 3  # dimensions of a stack of matrices
+
+
+def with_spread_updates(traced: Traced, devices: int) -> Traced:
+    """Return a traced step in which the updates of equal matrices are one update of a stack of them.
+
+    The state of a pipeline's stages is left as it is: its stages already have layers of their own.
+
+    Args:
+        traced: the step.
+        devices: the number of devices that it is planned for.
+    """
+    if devices < 2 or traced.stages > 1 or not traced.state or not may_have_updates(traced.closed):
+        return traced
+    state = [before for before, _ in traced.state]
+    changed = spread_updates(rewritten(_compat.dce(traced.closed)), state, devices)
+    return traced if changed is None else replace(traced, closed=changed)
+
+
+def spread_updates(closed: Any, state: Sequence[int], devices: int) -> Any:
+    """Return a closed jaxpr with the updates of equal matrices joined; None if there are none.
+
+    Args:
+        closed: the step, with its calls inlined.
+        state: the numbers of the inputs that are state.
+        devices: the number of devices.
+    """
+    jaxpr = _compat.open_jaxpr(closed)
+    groups = [each for each in _groups(jaxpr, matrix_updates(jaxpr, state)) if sum(each.counts) > 1]
+    while groups:
+        order = _order(jaxpr, groups)
+        if isinstance(order, list):
+            break
+        groups.remove(order)
+    else:
+        return None
+
+    def step(*inputs: Any) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, _compat.constants(closed), strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(x: Any) -> Any:
+            return x.val if isinstance(x, _compat.Literal) else env[x]
+
+        for each in order:
+            if isinstance(each, _Group):
+                first = jaxpr.eqns[each.updates[0].inside[0]]
+                with _compat.source_of(first):
+                    env.update(each.compute(jaxpr, env, devices))
+            else:
+                with _compat.source_of(each):
+                    env.update(zip(each.outvars, _compat.bind(each, each.params, *map(read, each.invars)), strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    return jax.make_jaxpr(step)(*[x.aval for x in jaxpr.invars])
+
+
+@shown
+@dataclass(eq=False)
+class _Group:
+    """Updates that do the same with matrices of one shape.
+
+    Attributes:
+        updates: the updates.
+        stacked: whether each takes a stack of matrices `[L, m, n]`, which do not depend on each other.
+    """
+
+    updates: list[MatrixUpdate]
+    stacked: bool
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of matrices of each update."""
+        return [each.first.aval.shape[0] if self.stacked else 1 for each in self.updates]
+
+    def compute(self, jaxpr: Any, env: Mapping[Any, Any], devices: int) -> dict[Any, Any]:
+        """Return the results: variable -> value."""
+        one = self.updates[0]
+        others = [env[x] for x in one.others]
+        places = -(-sum(self.counts) // devices) * devices
+        arrays = [env[each.first] for each in self.updates]
+        stack = spread_matrices(arrays, places, stacked=self.stacked)
+        update = _one_of_stack(jaxpr, one) if self.stacked else _whole(jaxpr, one)
+        made = jax.vmap(update, in_axes=(0, *[None] * len(others)))(stack, *others)
+        results = collect_matrices(made, self.counts, stacked=self.stacked)
+        return dict(zip((each.last for each in self.updates), results, strict=True))
+
+
+def _whole(jaxpr: Any, one: MatrixUpdate) -> Callable[..., Any]:
+    """Return the function of an update, from its array and the coefficients to the new array."""
+
+    def update(array: Any, *others: Any) -> Any:
+        env = {one.first: array, **dict(zip(one.others, others, strict=True))}
+        for position in one.inside:
+            eqn = jaxpr.eqns[position]
+            operands = [x.val if isinstance(x, _compat.Literal) else env[x] for x in eqn.invars]
+            with _compat.source_of(eqn):
+                env.update(zip(eqn.outvars, _compat.bind(eqn, eqn.params, *operands), strict=True))
+        return env[one.last]
+
+    return update
+
+
+def _one_of_stack(jaxpr: Any, one: MatrixUpdate) -> Callable[..., Any]:
+    """Return the function of an update of a stack, from one of its matrices to the new matrix.
+
+    The function raises `Refused` if the matrices depend on each other.
+    """
+    eqns, count = [jaxpr.eqns[n] for n in one.inside], one.first.aval.shape[0]
+
+    def update(matrix: Any, *others: Any) -> Any:
+        env = {one.first: (matrix[None], 0), **{x: (v, None) for x, v in zip(one.others, others, strict=True)}}
+        value, dim = on_one_matrix(eqns, env, count)[one.last]
+        if dim != 0:
+            raise Refused("the matrices of a stack depend on each other")
+        return value[0]
+
+    return update
+
+
+def _is_stack(jaxpr: Any, one: MatrixUpdate) -> bool:
+    """Whether an update takes a stack of matrices that do not depend on each other."""
+    aval = one.first.aval
+    if aval.ndim < _STACK_RANK or aval.shape[0] == 1:
+        return False
+    try:
+        matrix = jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
+        jax.eval_shape(_one_of_stack(jaxpr, one), matrix, *(_compat.shape_dtype_of(x) for x in one.others))
+    except Refused:
+        return False
+    return True
+
+
+def _groups(jaxpr: Any, updates: Sequence[MatrixUpdate]) -> list[_Group]:
+    found: dict[Any, list[MatrixUpdate]] = {}
+    for each in updates:
+        found.setdefault(_key(jaxpr, each), []).append(each)
+    return [_Group(each, _is_stack(jaxpr, each[0])) for each in found.values()]
+
+
+def _key(jaxpr: Any, one: MatrixUpdate) -> Any:
+    """Return what updates share that do the same with matrices of one shape."""
+    names: dict[Any, Any] = {one.first: 0}
+    written: list[Any] = [one.first.aval.shape, str(one.first.aval.dtype)]
+    for position in one.inside:
+        eqn = jaxpr.eqns[position]
+        operands = [repr(x) if isinstance(x, _compat.Literal) else names.get(x, x) for x in eqn.invars]
+        for x in eqn.outvars:
+            names[x] = len(names)
+        params = tuple((name, str(value)) for name, value in sorted(eqn.params.items()))
+        written.append((eqn.primitive.name, params, tuple(operands)))
+    return tuple(map(_hashable, written)), names[one.last]
+
+
+def _hashable(written: Any) -> Any:
+    return written if not isinstance(written, list) else tuple(written)
+
+
+def _order(jaxpr: Any, groups: Sequence[_Group]) -> list[Any] | _Group:
+    """Return the equations and groups in an order in which everything is known before it is used.
+
+    If an update needs the result of another one of its group, the group is returned.
+    """
+    inside = {n for group in groups for each in group.updates for n in each.inside}
+    known = {*jaxpr.constvars, *jaxpr.invars}
+    left: list[Any] = [eqn for n, eqn in enumerate(jaxpr.eqns) if n not in inside]
+    waiting, order = [*groups], list[Any]()
+    while left or waiting:
+        rest = []
+        for eqn in left:
+            if all(isinstance(x, _compat.Literal) or x in known for x in eqn.invars):
+                order.append(eqn)
+                known.update(eqn.outvars)
+            else:
+                rest.append(eqn)
+        ready = [g for g in waiting if all(x in known for each in g.updates for x in (each.first, *each.others))]
+        for group in ready:
+            waiting.remove(group)
+            order.append(group)
+            known.update(each.last for each in group.updates)
+        if not ready and len(rest) == len(left):
+            return waiting[0]
+        left = rest
+    return order
