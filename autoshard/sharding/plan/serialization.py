@@ -38,6 +38,7 @@ _ABSENT_IF_EMPTY = (
     "stages",
     "schedule",
     "allow_numerics",
+    "spread_updates",
 )  # absent from the plans of older versions
 _OPTIONAL = ("padding", "arguments", *_ABSENT_IF_EMPTY)  # fields that a plan of this format may lack
 _WRITTEN_IF_SET = {  # fields of arrays and estimates, with their defaults

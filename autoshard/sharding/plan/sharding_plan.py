@@ -98,6 +98,7 @@ class ShardingPlan:
         schedule: the word of the pipeline's schedule; empty if there is none.
         allow_numerics: whether operators take sums over each microbatch in place of those over the batch. The notes
             name them.
+        spread_updates: whether each device computes the updates of whole matrices of its own, such as those of Muon.
         overlap: the table of `overlap=`: path -> kind of collective -> "on" or "off"; empty without one.
         module_us: with such a table: module -> kind of its collectives -> their microseconds and the exposed part.
         offload: word of `offload=` -> bytes of its values that go to the host in one step, before sharding; empty if
@@ -150,6 +151,7 @@ class ShardingPlan:
     stages: int = 1
     schedule: str = ""
     allow_numerics: bool = False
+    spread_updates: bool = False
     overlap: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     module_us: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     kernel_blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

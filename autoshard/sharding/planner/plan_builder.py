@@ -109,6 +109,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         stages=problem.traced.stages,
         schedule=problem.traced.schedule,
         allow_numerics=bool(problem.traced.own_sums),
+        spread_updates=problem.traced.spread_updates,
         overlap=problem.overlap.table if problem.overlap else {},
         module_us=_module_times(problem, best),
         kernel_blocks=_kernel_blocks(problem),

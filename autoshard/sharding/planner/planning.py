@@ -21,6 +21,7 @@ from autoshard.sharding.loops.loop_collectives import with_loop_collectives
 from autoshard.sharding.loops.slice_gradients import with_added_slices
 from autoshard.sharding.loops.split_rows import with_whole_rows
 from autoshard.sharding.machines.device_mesh import (
+    Machine,
     MeshLike,
     existing_placement,
     find_machine,
@@ -56,6 +57,7 @@ from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
 from autoshard.sharding.planner.shortlist import Shortlist, without_near_duplicates
+from autoshard.sharding.planner.update_choice import plan_with_spread_updates
 from autoshard.sharding.program.kernel_records import KernelWord
 from autoshard.sharding.program.state_memory import warn_of_state_left_on_device
 from autoshard.sharding.program.tracing import Traced
@@ -225,7 +227,36 @@ def _plan_program(
     if isinstance(plan, ShardingPlan) and plan.requested_options:
         options = plan.compiler_options.get(machine.target.platform, {})
         machine = replace(machine, target=with_options(machine.target, options))
-    traced = with_spread_updates(with_added_slices(traced), machine.target.devices)
+    planned = partial(
+        _plan_on, machine=machine, existing=existing, constraints=constraints, target=target,
+        memory_limit_bytes=memory_limit_bytes, fixed=fixed, plan=plan, gather=gather, overlap=overlap, strict=strict,
+    )  # fmt: skip
+    traced = with_added_slices(traced)
+    if isinstance(plan, ShardingPlan):
+        return planned(with_spread_updates(traced, machine.target.devices) if plan.spread_updates else traced)
+    return plan_with_spread_updates(
+        traced, machine.target.devices, partial(planned, slow=slow), planned, most_us, shortlist
+    )
+
+
+def _plan_on(
+    traced: Traced,
+    *,
+    machine: Machine,
+    existing: Mapping[int, Spec],
+    constraints: Any,
+    target: str | None,
+    memory_limit_bytes: float | None,
+    fixed: Mapping[str, Any] | None,
+    plan: PlanLike | None,
+    gather: str,
+    overlap: Overlap | None,
+    strict: bool,
+    shortlist: Shortlist | None = None,
+    most_us: float = math.inf,
+    slow: set[str] | None = None,
+) -> BoundPlan:
+    """Plans a traced function on a machine."""
     traced = with_loop_collectives(traced, machine.target.chip.memory_bytes)
     settings = memory_limit_bytes, constraints, gather, overlap
     problem = PlanningProblem(traced, machine, *settings)

@@ -4,7 +4,8 @@
                program but small ones (coefficients), and contains a product
 
 `u` is computed element by element from state, such as momentum or the statistics of Shampoo. Products of the forward
-and backward pass are no updates: they take parameters and data.
+and backward pass are no updates: they take parameters and data. An update with a sharding constraint between its products
+is left as it is: the user has decided which devices compute what.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from autoshard import _compat
@@ -25,8 +27,10 @@ from autoshard.spmdrules.core.registry import has_rule
 _MOST_OPERATORS = 400
 # Arrays with at most so many elements are coefficients. Source: chosen; those of Muon are 3 or 5 x 3.
 _MOST_COEFFICIENTS = 64
+_MORE = frozenset("min clamp pow reduce_precision erf".split())  # operators on elements, besides ELEMENTWISE
 _MOVES = frozenset(("transpose", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "optimization_barrier"))
 _PRODUCTS = frozenset(("dot_general",))
+_CONSTRAINTS = frozenset(("sharding_constraint",))
 
 
 @shown
@@ -56,12 +60,13 @@ def matrix_updates(jaxpr: Any, state: Iterable[int]) -> list[MatrixUpdate]:
     """
     search = _Search(jaxpr)
     inputs = {jaxpr.invars[n] for n in state}
-    updates = []
-    for first, inside in search.regions().items():
+    updates, regions = [], search.regions()
+    constrained = {x for first in regions for x in search.sources(first, _CONSTRAINTS) - search.sources(first)}
+    for first, inside in regions.items():
         last = search.last(first, inside)
         if last is None or last.aval.shape != first.aval.shape or not all(_is_known(jaxpr.eqns[n]) for n in inside):
             continue
-        if search.comes_from(first, inputs):
+        if last not in constrained and not inputs.isdisjoint(search.sources(first)):
             others = dict.fromkeys(
                 x for n in inside for x in jaxpr.eqns[n].invars
                 if not isinstance(x, _compat.Literal) and x is not first and search.maker.get(x, -1) not in inside
@@ -73,18 +78,21 @@ def matrix_updates(jaxpr: Any, state: Iterable[int]) -> list[MatrixUpdate]:
 def may_have_updates(closed: Any) -> bool:
     """Whether a step may have updates, in less time than it takes to inline its calls.
 
-    If a call that the step makes has products, it may be that of the optimizer.
+    A call is searched, and it also counts as one equation of the frame that calls it.
     """
-    jaxpr = _compat.open_jaxpr(closed)
-    while len(jaxpr.eqns) == 1 and (called := call_of(jaxpr.eqns[0])) is not None:
-        jaxpr = _compat.open_jaxpr(called)
-    if any(call_of(eqn) is not None and _has_product(eqn) for eqn in jaxpr.eqns):
-        return True
-    search = _Search(jaxpr)
-    for first, inside in search.regions().items():
-        last = search.last(first, inside)
-        if last is not None and last.aval.shape == first.aval.shape:
-            return True
+    left, seen = [_compat.open_jaxpr(closed)], set[int]()
+    while left:
+        jaxpr = left.pop()
+        if id(jaxpr) in seen:
+            continue
+        seen.add(id(jaxpr))
+        search = _Search(jaxpr)
+        for first, inside in search.regions().items():
+            last = search.last(first, inside)
+            if last is not None and last.aval.shape == first.aval.shape:
+                return True
+        calls = (call_of(eqn) for eqn in jaxpr.eqns if eqn.primitive.name not in _PRODUCTS)
+        left += [_compat.open_jaxpr(called) for called in calls if called is not None]
     return False
 
 
@@ -92,20 +100,49 @@ class _Search:
     def __init__(self, jaxpr: Any):
         self.eqns: Sequence[Any] = jaxpr.eqns
         self.maker: Mapping[Any, int] = {x: n for n, eqn in enumerate(self.eqns) for x in eqn.outvars}
-        self.users: dict[Any, list[int]] = {}
+        self.results = {x for x in jaxpr.outvars if not isinstance(x, _compat.Literal)}
+
+    @cached_property
+    def users(self) -> Mapping[Any, list[int]]:
+        """The positions of the equations that take a value."""
+        found: dict[Any, list[int]] = {}
         for n, eqn in enumerate(self.eqns):
             for x in eqn.invars:
                 if not isinstance(x, _compat.Literal):
-                    self.users.setdefault(x, []).append(n)
-        self.results = {x for x in jaxpr.outvars if not isinstance(x, _compat.Literal)}
+                    found.setdefault(x, []).append(n)
+        return found
+
+    def products(self) -> list[int]:
+        """Return the positions of products whose operands are all computed from one array.
+
+        All arrays of an equation pass through its parent, the last equation or input for which that holds. The
+        products of a model have no parent: they take data and parameters.
+        """
+        parent: dict[Any, Any] = {}  # position or input -> its parent; None for all inputs together
+        depth: dict[Any, int] = {None: 0}
+        found = []
+        for position, eqn in enumerate(self.eqns):
+            made = {self.maker.get(x, x) for x in self._arrays(position)}
+            common, *others = [x for x in made if not isinstance(x, int) or x in depth] or [position]
+            if common is position:  # it takes no array, such as iota
+                continue
+            for x in others:
+                while common != x:
+                    if depth.get(common, 1) < depth.get(x, 1):
+                        common, x = x, common
+                    common = parent.get(common)
+            parent[position], depth[position] = common, depth.get(common, 1) + 1
+            if common is not None and _has_product(eqn):
+                found.append(position)
+        return found
 
     def regions(self) -> dict[Any, set[int]]:
         """Return the equations around products that take one array: the array -> their positions."""
         found: dict[Any, set[int]] = {}
         owner: dict[int, Any] = {}  # position -> the array of its region
         changed: set[Any] = set()  # arrays whose regions may not end in one result
-        for position, eqn in enumerate(self.eqns):
-            start = self.start(position) if _has_product(eqn) else None
+        for position in self.products():
+            start = self.start(position)
             if start is None:
                 continue
             of, inside = start
@@ -140,10 +177,7 @@ class _Search:
 
     def _arrays(self, position: int) -> list[Any]:
         """Return the operands of an equation that are no coefficients."""
-        return list(dict.fromkeys(
-            x for x in self.eqns[position].invars
-            if not isinstance(x, _compat.Literal) and math.prod(x.aval.shape) > _MOST_COEFFICIENTS
-        ))  # fmt: skip
+        return list(dict.fromkeys(x for x in self.eqns[position].invars if not is_coefficient(x)))
 
     def last(self, first: Any, inside: set[int]) -> Any:
         """Take in the equations that need only what is inside, until all uses of the first array lead to one result.
@@ -175,25 +209,27 @@ class _Search:
         made = [x for n in sorted(inside) for x in self.eqns[n].outvars]
         return [x for x in made if x in self.results or any(n not in inside for n in self.users.get(x, ()))]
 
-    def comes_from(self, value: Any, inputs: set[Any]) -> bool:
-        """Whether a value is computed element by element from one of these inputs."""
+    def sources(self, value: Any, also: frozenset[str] = frozenset()) -> set[Any]:
+        """Return the values of equal size from which a value is computed element by element, and itself.
+
+        Args:
+            value: the value.
+            also: the names of other operators that count as such.
+        """
         size, seen, left = math.prod(value.aval.shape), {value}, [value]
         while left:
-            x = left.pop()
-            if x in inputs:
-                return True
-            n = self.maker.get(x)
-            if n is None or not _is_elementwise(self.eqns[n]):
+            n = self.maker.get(left.pop())
+            if n is None or not (_is_elementwise(self.eqns[n]) or self.eqns[n].primitive.name in also):
                 continue
             for y in self.eqns[n].invars:
                 if not isinstance(y, _compat.Literal) and math.prod(y.aval.shape) == size and y not in seen:
                     seen.add(y)
                     left.append(y)
-        return False
+        return seen
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    return eqn.primitive.name in ELEMENTWISE or eqn.primitive.name in _MOVES
+    return eqn.primitive.name in ELEMENTWISE | _MORE | _MOVES
 
 
 def _is_known(eqn: Any) -> bool:
@@ -204,10 +240,32 @@ def _is_known(eqn: Any) -> bool:
 
 def _inner(eqn: Any) -> Iterator[Any]:
     """Yield the equations of the jaxprs in an equation's parameters."""
+    for jaxpr in _jaxprs(eqn):
+        yield from jaxpr.eqns
+
+
+def _jaxprs(eqn: Any) -> Iterator[Any]:
     for value in eqn.params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if _compat.is_jaxpr(one):
-                yield from _compat.open_jaxpr(one).eqns
+                yield _compat.open_jaxpr(one)
+
+
+def is_coefficient(x: Any) -> bool:
+    """Whether an operand is so small that it does not count as an array."""
+    return isinstance(x, _compat.Literal) or math.prod(x.aval.shape) <= _MOST_COEFFICIENTS
+
+
+def has_batches(jaxpr: Any) -> bool:
+    """Whether a product of a program has a batch dimension, so that it multiplies several matrices."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _PRODUCTS:
+            (_, _), (batch, _) = eqn.params["dimension_numbers"]
+            if any(eqn.invars[0].aval.shape[d] > 1 for d in batch):
+                return True
+        if any(has_batches(inner) for inner in _jaxprs(eqn)):
+            return True
+    return False
 
 
 def _has_product(eqn: Any) -> bool:

@@ -22,7 +22,13 @@ from autoshard._shown import shown
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
 from autoshard.sharding.rewrite.slices import Refused
-from autoshard.sharding.rewrite.updates.matrix_updates import MatrixUpdate, matrix_updates, may_have_updates
+from autoshard.sharding.rewrite.updates.equal_updates import UpdateKeys
+from autoshard.sharding.rewrite.updates.matrix_updates import (
+    MatrixUpdate,
+    has_batches,
+    matrix_updates,
+    may_have_updates,
+)
 from autoshard.sharding.rewrite.updates.one_matrix import on_one_matrix
 from autoshard.spmdrules.families.stacked.matrices import collect_matrices, spread_matrices
 
@@ -42,7 +48,7 @@ def with_spread_updates(traced: Traced, devices: int) -> Traced:
         return traced
     state = [before for before, _ in traced.state]
     changed = spread_updates(rewritten(_compat.dce(traced.closed)), state, devices)
-    return traced if changed is None else replace(traced, closed=changed)
+    return traced if changed is None else replace(traced, closed=changed, spread_updates=True)
 
 
 def spread_updates(closed: Any, state: Sequence[int], devices: int) -> Any:
@@ -54,7 +60,7 @@ def spread_updates(closed: Any, state: Sequence[int], devices: int) -> Any:
         devices: the number of devices.
     """
     jaxpr = _compat.open_jaxpr(closed)
-    groups = [each for each in _groups(jaxpr, matrix_updates(jaxpr, state)) if sum(each.counts) > 1]
+    groups = _groups(jaxpr, matrix_updates(jaxpr, state))
     while groups:
         order = _order(jaxpr, groups)
         if isinstance(order, list):
@@ -146,42 +152,40 @@ def _one_of_stack(jaxpr: Any, one: MatrixUpdate) -> Callable[..., Any]:
     return update
 
 
-def _is_stack(jaxpr: Any, one: MatrixUpdate) -> bool:
-    """Whether an update takes a stack of matrices that do not depend on each other."""
-    aval = one.first.aval
-    if aval.ndim < _STACK_RANK or aval.shape[0] == 1:
-        return False
-    try:
-        matrix = jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
-        jax.eval_shape(_one_of_stack(jaxpr, one), matrix, *(_compat.shape_dtype_of(x) for x in one.others))
-    except Refused:
-        return False
-    return True
+def _program_of_one(jaxpr: Any, one: MatrixUpdate) -> tuple[Any, bool]:
+    """Return the program of one matrix, and whether an update takes a stack of them that do not depend on each other.
+
+    An update that does not take such a stack is taken as that of one matrix.
+    """
+    aval, others = one.first.aval, [_compat.shape_dtype_of(x) for x in one.others]
+    if aval.ndim >= _STACK_RANK and aval.shape[0] > 1:
+        try:
+            matrix = jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
+            return jax.make_jaxpr(_one_of_stack(jaxpr, one))(matrix, *others), True
+        except Refused:
+            pass
+    return jax.make_jaxpr(_whole(jaxpr, one))(_compat.shape_dtype_of(one.first), *others), False
 
 
 def _groups(jaxpr: Any, updates: Sequence[MatrixUpdate]) -> list[_Group]:
+    """Return the groups of several matrices.
+
+    If the products of one "matrix" have batch dimensions, it is several matrices, such as those of all experts. A
+    device would get all of them, so it is left as it is.
+    """
     found: dict[Any, list[MatrixUpdate]] = {}
+    keys = UpdateKeys(jaxpr)
     for each in updates:
-        found.setdefault(_key(jaxpr, each), []).append(each)
-    return [_Group(each, _is_stack(jaxpr, each[0])) for each in found.values()]
-
-
-def _key(jaxpr: Any, one: MatrixUpdate) -> Any:
-    """Return what updates share that do the same with matrices of one shape."""
-    names: dict[Any, Any] = {one.first: 0}
-    written: list[Any] = [one.first.aval.shape, str(one.first.aval.dtype)]
-    for position in one.inside:
-        eqn = jaxpr.eqns[position]
-        operands = [repr(x) if isinstance(x, _compat.Literal) else names.get(x, x) for x in eqn.invars]
-        for x in eqn.outvars:
-            names[x] = len(names)
-        params = tuple((name, str(value)) for name, value in sorted(eqn.params.items()))
-        written.append((eqn.primitive.name, params, tuple(operands)))
-    return tuple(map(_hashable, written)), names[one.last]
-
-
-def _hashable(written: Any) -> Any:
-    return written if not isinstance(written, list) else tuple(written)
+        found.setdefault(keys.of(each), []).append(each)
+    groups = []
+    for each in found.values():
+        if len(each) == 1 and each[0].first.aval.ndim < _STACK_RANK:
+            continue
+        closed, stacked = _program_of_one(jaxpr, each[0])
+        group = _Group(each, stacked)
+        if sum(group.counts) > 1 and not has_batches(_compat.open_jaxpr(closed)):
+            groups.append(group)
+    return groups
 
 
 def _order(jaxpr: Any, groups: Sequence[_Group]) -> list[Any] | _Group:

@@ -1,0 +1,66 @@
+"""Decides whether each device computes the updates of whole matrices of its own (`rewrite.updates`).
+
+Both programs are planned, and the faster one that fits the memory is chosen. Whole matrices are faster if every device
+would otherwise repeat the products of all matrices. If tensor or expert parallelism already divides the products, or if
+there are more devices than matrices, shards may be faster.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from autoshard.errors import PlanError
+from autoshard.sharding.microbatches.too_slow import TooSlow
+from autoshard.sharding.plan.memory_doubt import plan_ranked_us
+from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.planner.shortlist import Shortlist
+from autoshard.sharding.program.tracing import Traced
+from autoshard.sharding.rewrite.updates.spread_updates import with_spread_updates
+
+
+def plan_with_spread_updates(
+    traced: Traced,
+    devices: int,
+    first: Callable[..., BoundPlan],
+    second: Callable[..., BoundPlan],
+    most_us: float,
+    shortlist: Shortlist | None,
+) -> BoundPlan:
+    """Return the better one of the plans with updates of whole matrices and without.
+
+    Args:
+        traced: the step.
+        devices: the number of devices.
+        first: plans a program.
+        second: plans another one in the same way, without what the search of the first one has found.
+        most_us: a search may leave out plans whose step takes so many microseconds or more.
+        shortlist: how the best candidates of the chosen program are compared.
+    """
+    spread = with_spread_updates(traced, devices)
+    if spread is traced:
+        return first(traced, most_us=most_us, shortlist=shortlist)
+    made = _planned(first, spread, most_us)
+    if made is None:
+        return first(traced, most_us=most_us, shortlist=shortlist)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first one has the same warnings
+        other = _planned(second, traced, min(most_us, plan_ranked_us(made.plan)) if made.plan.fits else most_us)
+    best = made if other is None else min(made, other, key=_rank)
+    if not shortlist:
+        return best
+    return second(spread if best.plan.spread_updates else traced, most_us=most_us, shortlist=shortlist)
+
+
+def _planned(plan: Callable[..., BoundPlan], traced: Traced, most_us: float) -> BoundPlan | None:
+    """Return the plan of a program; None if there is none, such as where only the other one has a requested axis."""
+    try:
+        return plan(traced, most_us=most_us)
+    except (PlanError, TooSlow):
+        return None
+
+
+def _rank(bound: BoundPlan) -> tuple[bool, float]:
+    if not bound.plan.fits:
+        return True, bound.plan.estimate.peak_memory_bytes
+    return False, plan_ranked_us(bound.plan)

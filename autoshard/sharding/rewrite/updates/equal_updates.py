@@ -1,0 +1,79 @@
+"""Which updates do the same with matrices of one shape: they have equal keys."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from autoshard import _compat
+from autoshard.sharding.rewrite.updates.matrix_updates import MatrixUpdate, is_coefficient
+
+# So many equations that compute a coefficient one after the other are compared. Source: chosen; optax's Muon casts its
+# coefficients to the dtype of each matrix, which is one equation.
+_MOST_EQUATIONS = 16
+
+
+class UpdateKeys:
+    """The keys of the updates of a step."""
+
+    def __init__(self, jaxpr: Any):
+        self._eqns = jaxpr.eqns
+        self._maker: Mapping[Any, tuple[int, int]] = {
+            x: (n, at) for n, eqn in enumerate(jaxpr.eqns) for at, x in enumerate(eqn.outvars)
+        }
+        self._numbers: dict[Hashable, int] = {}
+        self._known: dict[Any, Hashable] = {}
+
+    def of(self, one: MatrixUpdate) -> Hashable:
+        """Return what updates share that do the same with matrices of one shape."""
+        names: dict[Any, Hashable] = {one.first: 0}
+        written: list[Hashable] = []
+        for position in one.inside:
+            eqn = self._eqns[position]
+            operands = tuple(names[x] if _is_name(x, names) else self._coefficient(x) for x in eqn.invars)
+            written.append((eqn.primitive.name, _params(eqn), operands))
+            for x in eqn.outvars:
+                names[x] = len(names)
+        return one.first.aval.shape, str(one.first.aval.dtype), tuple(written), names[one.last]
+
+    def _coefficient(self, x: Any, most: int = _MOST_EQUATIONS) -> Hashable:
+        """Return a key that is equal for coefficients that are computed in the same way."""
+        if isinstance(x, _compat.Literal):
+            return "literal", _array(x.val), str(x.aval)
+        if x not in self._known:
+            self._known[x] = self._computed(x, most)
+        return self._known[x]
+
+    def _computed(self, x: Any, most: int) -> Hashable:
+        if x not in self._maker or most == 0:
+            return x
+        position, at = self._maker[x]
+        eqn = self._eqns[position]
+        if eqn.effects or not all(map(is_coefficient, eqn.invars)):
+            return x
+        key = eqn.primitive.name, _params(eqn), tuple(self._coefficient(y, most - 1) for y in eqn.invars), at
+        return "computed", self._numbers.setdefault(key, len(self._numbers))
+
+
+def _is_name(x: Any, names: Mapping[Any, Hashable]) -> bool:
+    return not isinstance(x, _compat.Literal) and x in names
+
+
+def _params(eqn: Any) -> Hashable:
+    return tuple((name, _written(value)) for name, value in sorted(eqn.params.items()))
+
+
+def _written(value: Any) -> Hashable:
+    """Return a parameter as text, and the arrays that a jaxpr in it contains: its text may leave them out."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_written, value))
+    if not _compat.is_jaxpr(value):
+        return str(value)
+    jaxpr = _compat.open_jaxpr(value)
+    literals = [x.val for eqn in jaxpr.eqns for x in eqn.invars if isinstance(x, _compat.Literal)]
+    inner = tuple(_params(eqn) for eqn in jaxpr.eqns)
+    return str(jaxpr), tuple(map(_array, (*_compat.constants(value), *literals))), inner
+
+
+def _array(value: Any) -> Hashable:
+    return str(value) if getattr(value, "shape", ()) == () else id(value)

@@ -1,0 +1,71 @@
+"""Updates of whole matrices are chosen where they are faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autoshard
+from autoshard.errors import PlanError
+from autoshard.sharding.planner import update_choice
+from autoshard.sharding.program.tracing import trace
+from tests.sharding.rewrite.updates.programs import by_hand, by_optax, moments_of, muon, orthogonal, spread
+
+WIDTH, HIDDEN = 2048, 8192
+
+
+def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def made(plan: str | None, matrices: int = 8) -> autoshard.Plan:
+    pairs = [{"up": shape(WIDTH, HIDDEN), "down": shape(HIDDEN, WIDTH)} for _ in range(matrices // 2)]
+    params = {"layers": pairs, "bias": shape(WIDTH)}
+    state = jax.eval_shape(lambda params: moments_of(params, muon()), params)
+    return autoshard.plan(by_optax(muon()), state, shape(64, 64, WIDTH), target="v5p:2x2x2", plan=plan)
+
+
+@pytest.mark.parametrize("plan", ["dp:8", "fsdp:8", None])
+def test_whole_matrices_are_faster_than_the_same_products_on_all_devices(plan, monkeypatch):
+    chosen = made(plan)
+    assert chosen.spread_updates
+    monkeypatch.setattr(update_choice, "with_spread_updates", lambda traced, devices: traced)
+    assert made(plan).estimate.step_time_us > 1.1 * chosen.estimate.step_time_us
+
+
+def test_shards_are_faster_where_there_are_fewer_matrices_than_devices():
+    few, many = made("tp:8", 2), made("tp:8", 16)
+    assert not few.spread_updates and many.spread_updates
+    assert not [note for note in few.notes if "whole ones" in note]
+
+
+def test_experts_stay_where_they_are():
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            y = jnp.tanh(jnp.einsum("bsd,edf->ebsf", x, w["up"]))
+            shares = jax.nn.softmax(x @ w["router"])
+            x = x + jnp.einsum("ebsd,bse->bsd", jnp.einsum("ebsf,efd->ebsd", y, w["down"]), shares)
+        return jnp.mean(x**2)
+
+    sizes = {"up": shape(8, WIDTH, HIDDEN), "down": shape(8, HIDDEN, WIDTH), "router": shape(WIDTH, 8)}
+    params = [sizes] * 2
+    step = by_hand(lambda m: jax.vmap(orthogonal)(m) if m.ndim > 2 else m, loss)
+    made = autoshard.plan(step, (params, params), shape(8, 64, WIDTH), target="v5p:2x2x2", plan="ep:8")
+    assert spread(step, (params, params), shape(8, 64, WIDTH))
+    assert not made.spread_updates
+    assert not [row for row in made.traffic if row[0] == "all-to-all" and "orthogonal" in row[3]]
+
+
+def test_a_program_that_cannot_be_planned_with_whole_matrices_is_planned_without():
+    def first(traced: Any, **options: Any) -> Any:
+        if traced.spread_updates:
+            raise PlanError("such as a name of a logical axis that only one of the programs has")
+        return traced
+
+    params = [jnp.ones((16, 32))] * 2
+    step = by_hand(orthogonal, lambda params, x: jnp.mean(sum(x @ w for w in params) ** 2))
+    traced = trace(step, ((params, params), jnp.ones((4, 16))), {})
+    assert update_choice.plan_with_spread_updates(traced, 8, first, first, 1e9, None) is traced

@@ -1,0 +1,154 @@
+"""Steps whose devices update whole matrices equal those on one device, and no device repeats the work of another."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard import Plan, auto_shard
+from tests.sharding.rewrite.updates.programs import (
+    by_hand,
+    by_optax,
+    layers,
+    moments_of,
+    momentum_of,
+    muon,
+    orthogonal,
+    rows,
+    shampoo_state,
+    shampoo_step,
+    stacks,
+)
+
+PLANS = ("dp:8", "fsdp:8", "dp:2 fsdp:4", "dp:2 tp:4", "fsdp:2 tp:4 seq")
+PROGRAMS: dict[str, Any] = {
+    "list": lambda: (by_optax(muon()), moments_of(layers(), muon())),
+    "stack": lambda: (by_optax(muon()), moments_of(stacks(), muon())),
+    "hand": lambda: (by_hand(orthogonal), momentum_of(layers())),
+    "vmap": lambda: (by_hand(jax.vmap(orthogonal)), momentum_of(stacks())),
+    "shampoo": lambda: (shampoo_step, shampoo_state(layers())),
+    "five layers": lambda: (by_optax(muon()), moments_of(layers(5), muon())),
+}
+
+
+@pytest.fixture(autouse=True)
+def whole_matrices(monkeypatch):
+    """Always spread the updates: matrices of a test are too small for that to be faster."""
+    monkeypatch.setattr("autoshard.sharding.planner.update_choice._rank", lambda bound: not bound.plan.spread_updates)
+
+
+def check(step: Any, state: Any, plan: str, *, steps: int = 2, tolerance: float = 2e-5, **options: Any) -> None:
+    """Loss, parameters and momentum after some steps equal those on one device."""
+    x = rows()
+    sharded = auto_shard(step, plan=plan, **options)
+    assert sharded.plan(state, x).spread_updates
+    expected, made = state, state
+    for _ in range(steps):
+        expected, loss = jax.jit(step)(expected, x)
+        made, found = sharded(made, x)
+        np.testing.assert_allclose(found, loss, rtol=tolerance)
+    for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        one, other = (np.asarray(each, np.float64) for each in (one, other))
+        assert np.abs(one - other).max() <= tolerance * max(np.abs(other).max(), 1e-9)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_step_equals_one_device(name, plan):
+    check(*PROGRAMS[name](), plan)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["list", "stack"])
+def test_in_microbatches(name):
+    check(*PROGRAMS[name](), "dp:2 fsdp:4", microbatches=2)
+
+
+@pytest.mark.parametrize("name", ["list", pytest.param("stack", marks=pytest.mark.slow)])
+def test_matrices_of_bfloat16(name):
+    """Both programs round to bfloat16, at other places."""
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), layers() if name == "list" else stacks())
+    check(by_optax(muon()), moments_of(params, muon()), "fsdp:8", tolerance=2e-2)
+
+
+def test_rows_of_the_size_of_a_matrix():
+    """Logical axes of equal size stay apart."""
+    square = {"layers": [{k: w[:16, :16] for k, w in layer.items()} for layer in layers()["layers"]]}
+    step, state = by_optax(muon()), moments_of(square | {"bias": jnp.zeros(16)}, muon())
+    for plan in ("fsdp:8", "dp:2 tp:4"):
+        check(step, state, plan)
+
+
+def lines_of(step: Any, state: Any, plan: str) -> tuple[Plan, list[str]]:
+    sharded = auto_shard(step, plan=plan)
+    text = sharded.lower(state, rows()).compile().as_text()
+    return sharded.plan(state, rows()), text.splitlines()
+
+
+@pytest.mark.parametrize("plan", ["fsdp:8", pytest.param("dp:2 fsdp:4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["list", "stack"])
+def test_no_device_repeats_the_products(name, plan):
+    """Each device has one of 6 matrices (or a copy), in an all-to-all instead of a gather."""
+    _, lines = lines_of(*PROGRAMS[name](), plan)
+    squares = [line for line in lines if re.search(r"= f32\[(\d+,)*16,16\]\S* (dot|custom-call)\(", line)]
+    assert squares and all(re.search(r"= f32\[(1,)*16,16\]", line) for line in squares), squares
+    assert any(" all-to-all(" in line for line in lines)
+    gathered = [line for line in lines if " all-gather(" in line and "programs.py" in line]
+    assert not [line for line in gathered if re.search(r"= f32\[(6|8|3|1),(16,32|32,16)\]", line)], gathered
+
+
+def test_the_estimate_counts_the_matrices_of_one_device():
+    step, state = PROGRAMS["list"]()
+
+    def large(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(256 * d if d in (16, 32) else d for d in x.shape), x.dtype)
+
+    big = jax.tree.map(large, state)
+    x = jax.ShapeDtypeStruct((8, 8, 4096), jnp.float32)
+    made = autoshard.plan(step, big, x, target="v5p:2x2x2", plan="fsdp:8")
+    alone = made.alone.compute_us
+    assert made.estimate.compute_us < 0.3 * alone
+
+
+def test_a_note_names_the_line_and_the_matrices_of_a_device():
+    step, state = PROGRAMS["five layers"]()
+    made = autoshard.plan(step, state, rows(), plan="fsdp:8")
+    (note,) = [each for each in made.notes if "whole ones" in each]
+    assert re.match(r"10 matrices are updated as whole ones at \S*programs\.py:\d+ .*: each device gets at most 2", note)
+
+
+@pytest.mark.parametrize("plan", ["fsdp:8", "dp:2 tp:4"])
+def test_a_plan_from_json(plan):
+    step, state = PROGRAMS["list"]()
+    made = autoshard.plan(step, state, rows(), plan=plan)
+    read = Plan.from_json(made.to_json())
+    assert read.spread_updates
+    _, loss = auto_shard(step, plan=read)(state, rows())
+    np.testing.assert_allclose(loss, jax.jit(step)(state, rows())[1], rtol=1e-5)
+
+
+def test_a_plan_in_shards_stays_so(monkeypatch):
+    monkeypatch.setattr("autoshard.sharding.planner.update_choice._rank", lambda bound: bound.plan.spread_updates)
+    step, state = PROGRAMS["list"]()
+    made = autoshard.plan(step, state, rows(), plan="fsdp:8")
+    read = Plan.from_json(made.to_json())
+    assert not made.spread_updates and not read.spread_updates and "spread_updates" not in made.to_json()
+    assert not auto_shard(step, plan=read).plan(state, rows()).spread_updates
+
+
+def test_a_pipeline_keeps_its_stages():
+    step, state = by_optax(muon()), moments_of(stacks(4), muon())
+    sharded = auto_shard(step, plan="pp:2 fsdp:4")
+    made, loss = sharded(state, rows())
+    expected, expected_loss = jax.jit(step)(state, rows())
+    assert not sharded.plan(state, rows()).spread_updates
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
