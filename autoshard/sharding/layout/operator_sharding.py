@@ -16,6 +16,7 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.axes.stored_values import may_be_stored
 from autoshard.sharding.axes.weights.loop_sums import is_loop_term
+from autoshard.sharding.axes.weights.spread_matrices import within_matrices
 from autoshard.sharding.layout.known_strategies import known_strategy
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
@@ -31,7 +32,7 @@ from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byt
 from autoshard.spmdrules.core.reshard_path import moves_axis
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of
-from autoshard.spmdrules.families.stacked import EXCHANGES, SPREADS
+from autoshard.spmdrules.families.stacked import EXCHANGES, MATRIX_STACKS, SPREADS
 from autoshard.spmdrules.families.stacked.stages import STAGE, STAGE_OPERATORS, TO_STAGES, WITH_ALL_LAYERS, shift_p
 from autoshard.spmdrules.families.weight_gathers import OUTSIDE_LOOPS, after_loop_p
 from autoshard.spmdrules.ir.program import Block, Op
@@ -270,7 +271,7 @@ def strategy_for_specs(
         first, *rest = [project(op.rule, dims, spec, mesh) for dims, spec in zip(op.rule.operands, specs, strict=True)]
         return choose(op.rule, {a: [f] for a, f in first.items() if all(each.get(a) == f for each in rest)})
     if forms is None:
-        dims, of_layer = _layer_of(op, specs, result_specs)
+        dims, of_layer = _layer_of(op, specs, result_specs, mesh)
         of_stages = (result_specs if op.name in SPREADS else specs)[0]
         if op.name not in SPREADS:  # a stage takes its shards of the layers before the exchange
             specs = [exchanged_spec((*((),) * (len(of_stages) - len(of_layer)), *of_layer), of_stages)]
@@ -281,12 +282,16 @@ def strategy_for_specs(
     return over_sequence(op, forms, mesh, sequence, choose)
 
 
-def _layer_of(op: Op, operand_specs: Sequence[Spec], result_specs: Sequence[Spec]) -> tuple[Dims, Spec]:
+def _layer_of(
+    op: Op, operand_specs: Sequence[Spec], result_specs: Sequence[Spec], mesh: Mapping[str, int]
+) -> tuple[Dims, Spec]:
     """The factors and the sharding of one layer, where an operator gives layers to the stages or takes them back."""
     assert op.rule is not None
-    stack, dims, spec = op.rule.results[0], op.rule.operands[0], operand_specs[0]
+    stack, dims, spec, layer = op.rule.results[0], op.rule.operands[0], operand_specs[0], op.eqn.invars[0]
     if op.name not in SPREADS:
-        stack, dims, spec = dims, stack, result_specs[0]
+        stack, dims, spec, layer = dims, stack, result_specs[0], op.eqn.outvars[0]
+    if op.name in MATRIX_STACKS and op.eqn.params["stacked"]:
+        spec = within_matrices(spec, layer.aval.shape, mesh)
     first = 1 if op.name in WITH_ALL_LAYERS else len(dims) - len(stack) + 1
     return dims[first:], spec[first:]
 

@@ -12,7 +12,7 @@ import autoshard
 from autoshard.errors import PlanError
 from autoshard.sharding.planner import update_choice
 from autoshard.sharding.program.tracing import trace
-from tests.sharding.rewrite.updates.programs import by_hand, by_optax, moments_of, muon, orthogonal, spread
+from tests.sharding.rewrite.updates.programs import by_hand, by_optax, moments_of, muon, orthogonal
 
 WIDTH, HIDDEN = 2048, 8192
 
@@ -40,23 +40,6 @@ def test_shards_are_faster_where_there_are_fewer_matrices_than_devices():
     few, many = made("tp:8", 2), made("tp:8", 16)
     assert not few.spread_updates and many.spread_updates
     assert not [note for note in few.notes if "whole ones" in note]
-
-
-def test_experts_stay_where_they_are():
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        for w in params:
-            y = jnp.tanh(jnp.einsum("bsd,edf->ebsf", x, w["up"]))
-            shares = jax.nn.softmax(x @ w["router"])
-            x = x + jnp.einsum("ebsd,bse->bsd", jnp.einsum("ebsf,efd->ebsd", y, w["down"]), shares)
-        return jnp.mean(x**2)
-
-    sizes = {"up": shape(8, WIDTH, HIDDEN), "down": shape(8, HIDDEN, WIDTH), "router": shape(WIDTH, 8)}
-    params = [sizes] * 2
-    step = by_hand(lambda m: jax.vmap(orthogonal)(m) if m.ndim > 2 else m, loss)
-    made = autoshard.plan(step, (params, params), shape(8, 64, WIDTH), target="v5p:2x2x2", plan="ep:8")
-    assert spread(step, (params, params), shape(8, 64, WIDTH))
-    assert not made.spread_updates
-    assert not [row for row in made.traffic if row[0] == "all-to-all" and "orthogonal" in row[3]]
 
 
 def test_a_program_that_cannot_be_planned_with_whole_matrices_is_planned_without():

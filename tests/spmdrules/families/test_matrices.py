@@ -25,7 +25,12 @@ ROWS = [
         "l0 a b, l1 a b -> p a b; whole l0 l1 p; linear 0 1",
         "stacks",
     ),
-    Row("collect_matrices", lambda x: collect_matrices(x, (1, 1)), (f32(3, 4, 8),), "p a b -> a b, a b; whole p; linear 0"),
+    Row(
+        "collect_matrices",
+        lambda x: collect_matrices(x, (1, 1)),
+        (f32(3, 4, 8),),
+        "p a b -> a b, a b; whole p; linear 0",
+    ),
     Row(
         "collect_matrices",
         lambda x: collect_matrices(x, (2, 3), stacked=True),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -102,3 +103,23 @@ def spread_spec(
             over.append(axis)
             left //= mesh[axis]
     return tuple(tuple(over) if n == at else () for n in range(len(leaves)))
+
+
+def within_matrices(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> Spec:
+    """Return the sharding of a stack `[L, ...]` whose mesh axes shard its matrices instead of counting them.
+
+    From there, devices exchange shards of each matrix. XLA would gather stacks whose first dimension is sharded, such
+    as that of experts, before it joins them.
+
+    Example:
+        >>> within_matrices((("ep",), (), ("tp",)), (8, 64, 64), {"ep": 8, "tp": 2})
+        ((), ('ep',), ('tp',))
+    """
+    inside = [*map(list, spec[1:])]
+    left = [size // prod(mesh[a] for a in over) for size, over in zip(shape[1:], inside, strict=True)]
+    for axis in spec[0]:
+        at = max(range(len(left)), key=lambda n, axis=axis: left[n] if left[n] % mesh[axis] == 0 else 0)
+        if left[at] % mesh[axis] == 0:
+            inside[at].append(axis)
+            left[at] //= mesh[axis]
+    return ((), *map(tuple, inside))

@@ -4,8 +4,8 @@
                program but small ones (coefficients), and contains a product
 
 `u` is computed element by element from state, such as momentum or the statistics of Shampoo. Products of the forward
-and backward pass are no updates: they take parameters and data. An update with a sharding constraint between its products
-is left as it is: the user has decided which devices compute what.
+and backward pass are no updates: they take parameters and data. If a sharding constraint is between the products of an
+update, it is left as it is: the user has decided which devices compute what.
 """
 
 from __future__ import annotations

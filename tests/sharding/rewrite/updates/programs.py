@@ -145,3 +145,23 @@ def spread(step: Step, *args: Any, devices: int = DEVICES) -> list[tuple[int, tu
         for e in eqns
         if e.primitive.name == "spread_matrices"
     ]
+
+
+def experts(layers: int = 2, count: int = 8) -> list[dict[str, Any]]:
+    """Parameters of layers of experts, with `2 * count` matrices each."""
+    return [
+        {
+            "router": weights(f"router{n}", WIDTH, count),
+            "up": weights(f"up{n}", count, WIDTH, HIDDEN),
+            "down": weights(f"down{n}", count, HIDDEN, WIDTH),
+        }
+        for n in range(layers)
+    ]
+
+
+def loss_of_experts(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        y = jnp.tanh(jnp.einsum("bsd,edf->ebsf", x, w["up"]))
+        y = jnp.einsum("ebsf,efd->ebsd", y, w["down"])
+        x = x + jnp.einsum("ebsd,bse->bsd", y, jax.nn.softmax(x @ w["router"]))
+    return jnp.mean((x - 1) ** 2)
