@@ -186,9 +186,8 @@ class Layout:
 
     def idle_axes(self) -> list[str]:
         """The mesh axes that shard no work: all their devices do the same."""
-        sharded = self._listed
         # Axes of one dimension, such as key heads and query groups, can be sharded together further than each alone.
-        dims = [*((c,) for c in sharded), *(dim for dim in self.axes.merged_inputs if sharded.issuperset(dim))]
+        dims = [*((c,) for c in self._listed), *filter(self._listed.issuperset, self.axes.merged_inputs)]
         used = {a for dim in dims for a in self.spec_of((dim,))[0]}
         return [a for a, n in self.mesh.items() if n > 1 and a not in used]
 
@@ -319,9 +318,8 @@ class Layout:
     def _batch_is_sharded_apart(self, role: Role) -> bool:
         """Whether some mesh axis shards the batch, but not the stored inputs of this role."""
         stores = self.storage.get(role, ())
-        return any(
-            n > 1 and a not in stores and self.roles.batch in self.table.get(a, ()) for a, n in self.mesh.items()
-        )
+        over = [a for a, n in self.mesh.items() if n > 1 and a not in stores]
+        return any(self.roles.batch in self.table.get(a, ()) for a in over)
 
     def gradient_spec(self, value: int) -> Spec | None:
         """The sharding of a gradient: that of the state which consumes it; None if that is stored as it is used."""

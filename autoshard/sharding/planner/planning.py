@@ -57,12 +57,12 @@ from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
 from autoshard.sharding.planner.shortlist import Shortlist, without_near_duplicates
-from autoshard.sharding.planner.update_choice import plan_with_spread_updates
 from autoshard.sharding.program.kernel_records import KernelWord
 from autoshard.sharding.program.state_memory import warn_of_state_left_on_device
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.kernel_rewriting import with_kernels
 from autoshard.sharding.rewrite.updates.spread_updates import with_spread_updates
+from autoshard.sharding.rewrite.updates.update_choice import plan_with_spread_updates
 from autoshard.sharding.search.candidate import Candidate, SearchCounts
 from autoshard.sharding.search.constants import KIND_ERROR
 from autoshard.sharding.search.late_sums import promising_groups

@@ -25,6 +25,8 @@ from autoshard.spmdrules.core.registry import has_rule
 # An update has fewer operators between its first and its last value. Source: chosen; five steps of Newton and Schulz,
 # written out, have about 50.
 _MOST_OPERATORS = 400
+# So many products are searched first. Source: chosen; if a step has updates, one of them is most likely an update.
+_FEW_PRODUCTS = 64
 # Arrays with at most so many elements are coefficients. Source: chosen; those of Muon are 3 or 5 x 3.
 _MOST_COEFFICIENTS = 64
 _MORE = frozenset("min clamp pow reduce_precision erf".split())  # operators on elements, besides ELEMENTWISE
@@ -60,7 +62,7 @@ def matrix_updates(jaxpr: Any, state: Iterable[int]) -> list[MatrixUpdate]:
     """
     search = _Search(jaxpr)
     inputs = {jaxpr.invars[n] for n in state}
-    updates, regions = [], search.regions()
+    updates, regions = [], search.regions(search.products())
     constrained = {x for first in regions for x in search.sources(first, _CONSTRAINTS) - search.sources(first)}
     for first, inside in regions.items():
         last = search.last(first, inside)
@@ -87,10 +89,12 @@ def may_have_updates(closed: Any) -> bool:
             continue
         seen.add(id(jaxpr))
         search = _Search(jaxpr)
-        for first, inside in search.regions().items():
-            last = search.last(first, inside)
-            if last is not None and last.aval.shape == first.aval.shape:
-                return True
+        products = search.products()
+        for some in (products[:_FEW_PRODUCTS], products[_FEW_PRODUCTS:]):
+            for first, inside in search.regions(some).items():
+                last = search.last(first, inside)
+                if last is not None and last.aval.shape == first.aval.shape:
+                    return True
         calls = (call_of(eqn) for eqn in jaxpr.eqns if eqn.primitive.name not in _PRODUCTS)
         left += [_compat.open_jaxpr(called) for called in calls if called is not None]
     return False
@@ -122,7 +126,7 @@ class _Search:
         depth: dict[Any, int] = {None: 0}
         found = []
         for position, eqn in enumerate(self.eqns):
-            made = {self.maker.get(x, x) for x in self._arrays(position)}
+            made = {self.maker.get(x, x) for x in eqn.invars if not is_coefficient(x)}
             common, *others = [x for x in made if not isinstance(x, int) or x in depth] or [position]
             if common is position:  # it takes no array, such as iota
                 continue
@@ -136,12 +140,12 @@ class _Search:
                 found.append(position)
         return found
 
-    def regions(self) -> dict[Any, set[int]]:
+    def regions(self, products: Sequence[int]) -> dict[Any, set[int]]:
         """Return the equations around products that take one array: the array -> their positions."""
         found: dict[Any, set[int]] = {}
         owner: dict[int, Any] = {}  # position -> the array of its region
         changed: set[Any] = set()  # arrays whose regions may not end in one result
-        for position in self.products():
+        for position in products:
             start = self.start(position)
             if start is None:
                 continue

@@ -47,7 +47,9 @@ def program(name: str) -> tuple[Any, Any]:
 @pytest.fixture(autouse=True)
 def whole_matrices(monkeypatch):
     """Always spread the updates: matrices of a test are too small for that to be faster."""
-    monkeypatch.setattr("autoshard.sharding.planner.update_choice._rank", lambda bound: not bound.plan.spread_updates)
+    monkeypatch.setattr(
+        "autoshard.sharding.rewrite.updates.update_choice._rank", lambda bound: not bound.plan.spread_updates
+    )
 
 
 def check(step: Any, state: Any, plan: str, *, steps: int = 2, tolerance: float = 2e-5, **options: Any) -> None:
@@ -158,7 +160,9 @@ def test_a_plan_from_json(plan):
 
 
 def test_a_plan_in_shards_stays_so(monkeypatch):
-    monkeypatch.setattr("autoshard.sharding.planner.update_choice._rank", lambda bound: bound.plan.spread_updates)
+    monkeypatch.setattr(
+        "autoshard.sharding.rewrite.updates.update_choice._rank", lambda bound: bound.plan.spread_updates
+    )
     step, state = program("list")
     made = autoshard.plan(step, state, rows(), plan="fsdp:8")
     read = Plan.from_json(made.to_json())

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from autoshard.errors import PlanError
 from autoshard.sharding.microbatches.too_slow import TooSlow
 from autoshard.sharding.plan.memory_doubt import plan_ranked_us
-from autoshard.sharding.planner.bound_plan import BoundPlan
-from autoshard.sharding.planner.shortlist import Shortlist
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.updates.spread_updates import with_spread_updates
 
@@ -22,12 +21,12 @@ from autoshard.sharding.rewrite.updates.spread_updates import with_spread_update
 def plan_with_spread_updates(
     traced: Traced,
     devices: int,
-    first: Callable[..., BoundPlan],
-    second: Callable[..., BoundPlan],
+    first: Callable[..., Any],
+    second: Callable[..., Any],
     most_us: float,
-    shortlist: Shortlist | None,
-) -> BoundPlan:
-    """Return the better one of the plans with updates of whole matrices and without.
+    shortlist: Any,
+) -> Any:
+    """Return the better one of the bound plans with updates of whole matrices and without.
 
     Args:
         traced: the step.
@@ -52,7 +51,7 @@ def plan_with_spread_updates(
     return second(spread if best.plan.spread_updates else traced, most_us=most_us, shortlist=shortlist)
 
 
-def _planned(plan: Callable[..., BoundPlan], traced: Traced, most_us: float) -> BoundPlan | None:
+def _planned(plan: Callable[..., Any], traced: Traced, most_us: float) -> Any:
     """Return the plan of a program; None if there is none, such as where only the other one has a requested axis."""
     try:
         return plan(traced, most_us=most_us)
@@ -60,7 +59,7 @@ def _planned(plan: Callable[..., BoundPlan], traced: Traced, most_us: float) -> 
         return None
 
 
-def _rank(bound: BoundPlan) -> tuple[bool, float]:
+def _rank(bound: Any) -> tuple[bool, float]:
     if not bound.plan.fits:
         return True, bound.plan.estimate.peak_memory_bytes
     return False, plan_ranked_us(bound.plan)
