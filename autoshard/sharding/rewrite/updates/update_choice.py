@@ -39,24 +39,33 @@ def plan_with_spread_updates(
     spread = with_spread_updates(traced, devices)
     if spread is traced:
         return first(traced, most_us=most_us, shortlist=shortlist)
-    made = _planned(first, spread, most_us)
+    made = _planned(first, spread, most_us, is_quiet=bool(shortlist))
     if made is None:
         return first(traced, most_us=most_us, shortlist=shortlist)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first one has the same warnings
-        other = _planned(second, traced, min(most_us, plan_ranked_us(made.plan)) if made.plan.fits else most_us)
+    bound_us = min(most_us, plan_ranked_us(made.plan)) if made.plan.fits else most_us
+    other = _planned(second, traced, bound_us, is_quiet=True)
     best = made if other is None else min(made, other, key=_rank)
     if not shortlist:
         return best
     return second(spread if best.plan.spread_updates else traced, most_us=most_us, shortlist=shortlist)
 
 
-def _planned(plan: Callable[..., Any], traced: Traced, most_us: float) -> Any:
-    """Return the plan of a program; None if there is none, such as where only the other one has a requested axis."""
-    try:
-        return plan(traced, most_us=most_us)
-    except (PlanError, TooSlow):
-        return None
+def _planned(plan: Callable[..., Any], traced: Traced, most_us: float, is_quiet: bool) -> Any:
+    """Return the plan of a program; None if there is none, such as where only the other one has a requested axis.
+
+    Args:
+        plan: plans the program.
+        traced: the program.
+        most_us: see `plan_with_spread_updates`.
+        is_quiet: whether another plan has the same warnings.
+    """
+    with warnings.catch_warnings():
+        if is_quiet:
+            warnings.simplefilter("ignore")
+        try:
+            return plan(traced, most_us=most_us)
+        except (PlanError, TooSlow):
+            return None
 
 
 def _rank(bound: Any) -> tuple[bool, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.errors import PlanError
+from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.program.tracing import trace
 from autoshard.sharding.rewrite.updates import update_choice
 from tests.sharding.rewrite.updates.programs import by_hand, by_optax, moments_of, muon, orthogonal
@@ -52,3 +54,25 @@ def test_a_program_that_cannot_be_planned_with_whole_matrices_is_planned_without
     step = by_hand(orthogonal, lambda params, x: jnp.mean(sum(x @ w for w in params) ** 2))
     traced = trace(step, ((params, params), jnp.ones((4, 16))), {})
     assert update_choice.plan_with_spread_updates(traced, 8, first, first, 1e9, None) is traced
+
+
+@pytest.mark.parametrize("whole_us", [1.0, 3.0])
+@pytest.mark.parametrize("shortlist", [None, "the two best"])
+def test_the_faster_plan_is_kept_and_warnings_come_once(shortlist, whole_us, monkeypatch):
+    monkeypatch.setattr(update_choice, "plan_ranked_us", lambda plan: plan.time_us)
+    limits = []
+
+    def planned(traced: Any, *, most_us: float, shortlist: Any = None) -> Any:
+        warnings.warn("as planned", AutoshardWarning, stacklevel=2)
+        limits.append(most_us)
+        is_whole = traced.spread_updates
+        plan = SimpleNamespace(fits=True, spread_updates=is_whole, time_us=whole_us if is_whole else 2.0)
+        return SimpleNamespace(plan=plan, shortlist=shortlist)
+
+    params = [jnp.ones((16, 32))] * 2
+    step = by_hand(orthogonal, lambda params, x: jnp.mean(sum(x @ w for w in params) ** 2))
+    traced = trace(step, ((params, params), jnp.ones((4, 16))), {})
+    with pytest.warns(AutoshardWarning) as found:
+        made = update_choice.plan_with_spread_updates(traced, 8, planned, planned, 9.0, shortlist)
+    assert made.plan.spread_updates is (whole_us == 1.0) and made.shortlist == shortlist
+    assert limits[:2] == [9.0, whole_us] and len(found) == 1
