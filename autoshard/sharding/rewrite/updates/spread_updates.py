@@ -2,7 +2,8 @@
 
 The updates of equal matrices (`matrix_updates`) become one update of a stack of matrices, between two operators that
 exchange shards (`families.stacked.matrices`). Before, every device would gather all matrices and update all of them.
-An update of `n` matrices over `d` devices takes the time of `ceil(n / d)` matrices, and each matrix is sent twice.
+An update of `n` matrices over `d` devices takes the time of `ceil(n / d)` matrices, and each matrix is sent twice. The
+planner compares both programs (`update_choice`).
 
 Scheduled for TPUs by libtpu 0.0.42.1: a GPT of 1.3B with Muon (`benchmarks/formulations/block_optimizer.py`) takes 1186
 instead of 1349 ms on v5e:4x4 under `dp:2 fsdp:8`, and the expert's best plan 1324. Four layers of Llama 7B with optax's
