@@ -121,7 +121,7 @@ class Layout:
         present = {c for dim in leaves for c in dim}
         assigned: list[dict[int, tuple[str, ...]]] = [{} for _ in leaves]
         local = [[self.axes.sizes[c] for c in dim] for dim in leaves]
-        if any([0 in dim for dim in local]):  # nothing to save; some XLA versions give empty shards the whole shape
+        if any([0 in dim for dim in local]):  # some XLA versions give empty shards the whole shape
             return assigned, local
         for axis, size in self.mesh.items():
             for cls in self.table.get(axis, ()):
@@ -186,9 +186,8 @@ class Layout:
 
     def idle_axes(self) -> list[str]:
         """The mesh axes that shard no work: all their devices do the same."""
-        sharded = self._listed
         # Axes of one dimension, such as key heads and query groups, can be sharded together further than each alone.
-        dims = [*((c,) for c in sharded), *(dim for dim in self.axes.merged_inputs if sharded.issuperset(dim))]
+        dims = [*((c,) for c in self._listed), *(d for d in self.axes.merged_inputs if self._listed.issuperset(d))]
         used = {a for dim in dims for a in self.spec_of((dim,))[0]}
         return [a for a, n in self.mesh.items() if n > 1 and a not in used]
 
@@ -265,8 +264,11 @@ class Layout:
     @cached_property
     def inputs_gathered_before_loops(self) -> list[int]:
         """The program inputs that are gathered before the loops over them."""
-        sources = dict.fromkeys([*self.aliased_inputs.values(), *self.small_stacks])
-        return [v for v in sources if self.is_gathered_before_loop(v)]
+        return [
+            v
+            for v in dict.fromkeys([*self.aliased_inputs.values(), *self.small_stacks])
+            if self.is_gathered_before_loop(v)
+        ]
 
     def with_storage(self, leaves: Leaves, shape: Sequence[int], role: Role) -> Spec:
         """The spec of a tensor of state, in which the storage axes of its role shard its largest dimensions.
