@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from autoshard import _compat
 from autoshard._shown import shown
@@ -104,14 +105,27 @@ class _Group:
     def compute(self, jaxpr: Any, env: Mapping[Any, Any], devices: int) -> dict[Any, Any]:
         """Return the results: variable -> value."""
         one = self.updates[0]
-        others = [env[x] for x in one.others]
         places = -(-sum(self.counts) // devices) * devices
+        others, axes = self._others(env, places)
         arrays = [env[each.first] for each in self.updates]
         stack = spread_matrices(arrays, places, stacked=self.stacked)
         update = _one_of_stack(jaxpr, one) if self.stacked else _whole(jaxpr, one)
-        made = jax.vmap(update, in_axes=(0, *[None] * len(others)))(stack, *others)
+        made = jax.vmap(update, in_axes=(0, *axes))(stack, *others)
         results = collect_matrices(made, self.counts, stacked=self.stacked)
         return dict(zip((each.last for each in self.updates), results, strict=True))
+
+    def _others(self, env: Mapping[Any, Any], places: int) -> tuple[list[Any], list[int | None]]:
+        """Return the coefficients, and the axis of each that counts the matrices; None if all have the same one."""
+        found, axes = list[Any](), list[int | None]()
+        for each in zip(*(update.others for update in self.updates), strict=True):
+            if all(x is each[0] for x in each):
+                found.append(env[each[0]])
+                axes.append(None)
+            else:
+                own = [env[x] for x, count in zip(each, self.counts, strict=True) for _ in range(count)]
+                found.append(jnp.stack([*own, *[own[0]] * (places - len(own))]))
+                axes.append(0)
+        return found, axes
 
 
 def _whole(jaxpr: Any, one: MatrixUpdate) -> Callable[..., Any]:
@@ -168,11 +182,11 @@ def _groups(jaxpr: Any, updates: Sequence[MatrixUpdate]) -> list[_Group]:
 
 def _key(jaxpr: Any, one: MatrixUpdate) -> Any:
     """Return what updates share that do the same with matrices of one shape."""
-    names: dict[Any, Any] = {one.first: 0}
+    names: dict[Any, Any] = {one.first: 0, **{x: (n, x.aval.str_short()) for n, x in enumerate(one.others)}}
     written: list[Any] = [one.first.aval.shape, str(one.first.aval.dtype)]
     for position in one.inside:
         eqn = jaxpr.eqns[position]
-        operands = [repr(x) if isinstance(x, _compat.Literal) else names.get(x, x) for x in eqn.invars]
+        operands = [repr(x) if isinstance(x, _compat.Literal) else names[x] for x in eqn.invars]
         for x in eqn.outvars:
             names[x] = len(names)
         params = tuple((name, str(value)) for name, value in sorted(eqn.params.items()))
