@@ -86,7 +86,7 @@ LEAST_PADDING_GAIN = 0.005
 # (`late_sums`) depend on them, and so do plans with idle devices (`layout_search`).
 KIND_ERROR, MOST_KIND_ERROR = 0.11, 0.23
 
-# The same for two plans of one kind, in half of all pairs. Source: 50 pairs of compiled plans of the corpus, of programs
+# The same for two plans of one kind, in half of all pairs. Source: 50 pairs of compiled plans for programs of the corpus
 # that were used to develop the planner (`benchmarks/bench_formulations.py --open`): 0.032. Only `verify="auto"` and
 # `verify="schedule"` depend on it.
 SAME_KIND_ERROR = 0.03
