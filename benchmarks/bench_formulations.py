@@ -48,10 +48,13 @@ from autoshard.errors import AutoshardError
 from autoshard.sharding.audit import Audit, CompileJob, export_plan
 from autoshard.sharding.audit.aot_compile import Until
 from autoshard.sharding.audit.export import export
+from autoshard.sharding.autotune.constants import MOST_NEAR
+from autoshard.sharding.autotune.settling import contenders
 from autoshard.sharding.machines.device_mesh import traced_machine
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.idle_devices import IDLE_DEVICES
+from autoshard.sharding.search.constants import SAME_KIND_ERROR
 from autoshard.sharding.search.strategy_kinds import KINDS, kind_of
 
 FOLDER = common.RESULTS / "formulations"
@@ -138,10 +141,17 @@ def _made(formulation: Formulation, target: str, words: str | None = None) -> Pl
 
 
 def _planned(formulation: Formulation, target: str, made: Plan, kinds: int) -> list[Planned]:
-    """Return the planner's choice and the fastest of each other kind, at most `kinds` kinds together."""
+    """Return the planner's choice, the fastest of each other kind, at most `kinds` kinds together, and close ones.
+
+    The close ones are the plans of the kind of the choice that `verify="auto"` would compile, too.
+    """
     best = sorted(made.best_of_kinds().values(), key=lambda each: (each.strategy != made.chosen, each.step_time_us))
     estimates = {each.strategy: (each.step_time_us, each.peak_bytes) for each in best[:kinds]}
     estimates[made.chosen] = made.estimate.step_time_us, made.estimate.peak_memory_bytes
+    kinds_found = dict(contenders([({}, bound_or_error(made.bound))], made.limit_bytes or math.inf))
+    for each in kinds_found.get(kind_of(made.chosen), [])[: 1 + MOST_NEAR]:
+        if each.strategy is not None and each.step_us <= (1 + SAME_KIND_ERROR) * made.estimate.step_time_us:
+            estimates.setdefault(each.strategy, (each.step_us, each.peak_bytes))
     return [
         Planned("plan", words, words, "own", 1, partial(_export_ours, formulation, target, words),
                 {"step": time_us / 1e6, "memory_bytes": peak})

@@ -7,6 +7,8 @@ are compiled one after another, up to the schedule where the compiler stops ther
     first    the fastest by the estimate
     next     the fastest of those that may still be faster than the best compiled plan. The expected time of a contender
              is its estimate, times the mean ratio of compiled to estimated time so far
+    near     the next plans of the best plan's kind, up to `MOST_NEAR`, whose estimates are as good within the error of
+             plans of one kind. They often differ in the number of devices that share weights
     end      no contender may be faster, or the time is over
 
 With `auto`, nothing is compiled if there is no other contender, the plan certainly fits, and it moves nothing to host
@@ -39,7 +41,7 @@ from autoshard.sharding.audit.aot_compile import missing_compiler
 from autoshard.sharding.audit.audit import Audit, AuditError
 from autoshard.sharding.audit.verification import compile_target
 from autoshard.sharding.autotune.compiled_options import compared_by, failure_text, fits
-from autoshard.sharding.autotune.constants import MOST_TRIES, OVER_LIMIT, POOL_OF_KIND
+from autoshard.sharding.autotune.constants import MOST_NEAR, MOST_TRIES, OVER_LIMIT, POOL_OF_KIND
 from autoshard.sharding.autotune.lessons import Lesson, Lessons, lesson_of
 from autoshard.sharding.autotune.machine_code import scheduled, with_code
 from autoshard.sharding.layout.plan_request import is_request
@@ -47,7 +49,7 @@ from autoshard.sharding.plan.memory_doubt import ranked_us, usable_bytes_of
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.shortlist import without_near_duplicates
 from autoshard.sharding.planner.variants import PlannedVariant, fastest, variant_name, variant_table
-from autoshard.sharding.search.constants import MOST_KIND_ERROR, MOST_MEMORY_ERROR
+from autoshard.sharding.search.constants import MOST_KIND_ERROR, MOST_MEMORY_ERROR, SAME_KIND_ERROR
 from autoshard.sharding.search.strategy_kinds import kind_of
 
 Replan = Callable[[BoundPlan, str], BoundPlan | None]
@@ -126,6 +128,7 @@ class Settling:
         queues = dict(waiting)
         while True:
             self._settle(queues, waiting)
+            self._compare_near(waiting)
             if self.best is None:
                 return self._unfit(ahead)
             contender, bound, lesson = self.best
@@ -158,6 +161,22 @@ class Settling:
             queues[kind] = [each for each in waiting[kind] if not settled and each.peak_bytes < contender.peak_bytes]
             if not queues[kind]:
                 del queues[kind]
+
+    def _compare_near(self, waiting: dict[str, list[Contender]]) -> None:
+        """Compile plans of the best plan's kind that are as good within the error of the estimate.
+
+        Args:
+            waiting: as for `_settle`.
+        """
+        for _ in range(MOST_NEAR):
+            if self.best is None or self.left <= 0 or self._tries(self.best[0].kind) >= MOST_TRIES:
+                break
+            best, left = self.best[0], waiting.get(self.best[0].kind, [])
+            near = [each for each in left if each.step_us <= (1 + SAME_KIND_ERROR) * best.step_us]
+            if not near:
+                break
+            waiting[best.kind] = [each for each in left if each is not near[0]]
+            self._compile(near[0])
 
     def _is_certain(self, bound: BoundPlan) -> bool:
         """Whether a plan fits in any case and moves nothing to the host's memory."""
@@ -228,7 +247,7 @@ class Settling:
         """Return notes on the step times of the plans that were compared, and on the memory of the chosen one."""
         rows = [(variant_name(b.plan), seen.step_us) for _, b, seen in self.compiled if seen.fits(self.limit)]
         listed = ", ".join(f"{name} {time_text(us)} ({ratio_text(us, lesson.step_us)})" for name, us in rows)
-        kinds = "the fastest of each kind that may be the best"
+        kinds = "the fastest of each kind that may be the best, and close ones of the best kind"
         notes = [f"{compared_by(lesson.until)} for {bound.plan.target}, {kinds}: {listed}"]
         if lesson.peak_bytes > bound.plan.estimate.peak_memory_bytes > self.limit:
             notes.append(f"takes {bytes_text(bound.plan.estimate.peak_memory_bytes)} per device by the estimate and "

@@ -121,9 +121,8 @@ class Layout:
         present = {c for dim in leaves for c in dim}
         assigned: list[dict[int, tuple[str, ...]]] = [{} for _ in leaves]
         local = [[self.axes.sizes[c] for c in dim] for dim in leaves]
-        if any([0 in dim for dim in local]):  # nothing to save; some XLA versions give empty shards the whole shape
-            return assigned, local
-        for axis, size in self.mesh.items():
+        empty = any([0 in dim for dim in local])  # some XLA versions give empty shards the whole shape
+        for axis, size in self.mesh.items() if not empty else ():
             for cls in self.table.get(axis, ()):
                 position = self._shardable_part(leaves, local, cls, size) if cls in present else None
                 if position is not None:
@@ -264,8 +263,8 @@ class Layout:
     @cached_property
     def inputs_gathered_before_loops(self) -> list[int]:
         """The program inputs that are gathered before the loops over them."""
-        sources = dict.fromkeys([*self.aliased_inputs.values(), *self.small_stacks])
-        return [v for v in sources if self.is_gathered_before_loop(v)]
+        stored = dict.fromkeys([*self.aliased_inputs.values(), *self.small_stacks])
+        return [*filter(self.is_gathered_before_loop, stored)]
 
     def with_storage(self, leaves: Leaves, shape: Sequence[int], role: Role) -> Spec:
         """The spec of a tensor of state, in which the storage axes of its role shard its largest dimensions.

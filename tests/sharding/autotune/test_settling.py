@@ -14,8 +14,9 @@ from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.audit import Audit
 from autoshard.sharding.audit.audit import AuditError
 from autoshard.sharding.autotune import settling
+from autoshard.sharding.autotune.constants import MOST_NEAR
 from autoshard.sharding.planner.bound_plan import BoundPlan
-from autoshard.sharding.search.constants import MOST_KIND_ERROR
+from autoshard.sharding.search.constants import MOST_KIND_ERROR, SAME_KIND_ERROR
 from autoshard.sharding.search.strategy_kinds import kind_of
 from tests.sharding.runtime.two_processes import run_in_two_processes
 
@@ -46,7 +47,7 @@ class Compiler:
     """A faked compiler.
 
     Attributes:
-        ratios: compiled over estimated step time by kind; 1 for other kinds.
+        ratios: compiled over estimated step time by strategy or kind; 1 for others.
         kinds: results of scheduling by kind; `ok` for other kinds.
         compiled: the strategies that were scheduled.
         codes: results of generating machine code by kind; `ok` for other kinds.
@@ -64,7 +65,7 @@ class Compiler:
         assert timeout_s > 0
         self.compiled.append(made.chosen)
         kind = kind_of(made.chosen)
-        us = made.estimate.step_time_us * self.ratios.get(kind, 1.0)
+        us = made.estimate.step_time_us * self.ratios.get(made.chosen, self.ratios.get(kind, 1.0))
         peak = made.estimate.peak_memory_bytes
         return Audit(self.kinds.get(kind, "ok"), step_time_us=us, peak_bytes=peak, options=made.compiler_options["tpu"])
 
@@ -97,9 +98,28 @@ def test_the_kinds_that_may_be_the_best_are_compiled_and_no_others(compiler: Com
     close = [best.strategy for best in kinds.values() if best.ratio < 1 + MOST_KIND_ERROR]
     assert 2 <= len(close) < len(kinds)
     made = planned()
-    assert compiler.compiled == close and made.chosen == estimated.chosen
+    assert compiler.compiled[: len(close)] == close and made.chosen == estimated.chosen
+    assert set(compiler.compiled[len(close) :]) <= {*near_plans(estimated)}
     assert len(made.audits) == 1 and made.notes[-1].startswith("compiled for v5e:2x4, the fastest of each kind")
     assert all(strategy in made.notes[-1] for strategy in close)
+
+
+def near_plans(made: Plan) -> list[str]:
+    """Return the plans of the chosen kind with nearly the estimate of the chosen plan."""
+    kind, most_us = kind_of(made.chosen), (1 + SAME_KIND_ERROR) * made.estimate.step_time_us
+    found = [(strategy, us) for strategy, us, _ in made.candidates if strategy != made.chosen]
+    return [strategy for strategy, us in found if kind_of(strategy) == kind and us <= most_us]
+
+
+def test_close_plans_of_the_best_kind_are_compiled(compiler: Compiler) -> None:
+    near = near_plans(planned(verify=0))
+    assert near
+    made = planned()
+    tried = [strategy for strategy in compiler.compiled if strategy in near]
+    assert 1 <= len(tried) <= MOST_NEAR
+    compiler.ratios = {tried[-1]: 0.9}
+    other = planned(variants={"scale": [2.0]})  # another program, without lessons
+    assert made.chosen not in near and other.chosen == tried[-1]
 
 
 def test_the_fastest_compiled_plan_is_chosen(compiler: Compiler) -> None:
@@ -128,7 +148,8 @@ def test_a_kind_far_ahead_is_not_compiled(compiler: Compiler) -> None:
 def test_a_kind_far_ahead_is_scheduled_on_request(compiler: Compiler) -> None:
     x = jax.ShapeDtypeStruct((256, 2048), "bfloat16")
     made = plan(step, SHAPES[0], x, target="v5e:2x4", verify="schedule")
-    assert compiler.compiled == [made.chosen] and not compiler.coded and made.audits
+    assert compiler.compiled[0] == made.chosen and not compiler.coded and made.audits
+    assert {kind_of(strategy) for strategy in compiler.compiled} == {kind_of(made.chosen)}
 
 
 def test_a_plan_that_may_not_fit_is_compiled_though_it_is_far_ahead(compiler: Compiler) -> None:

@@ -25,21 +25,21 @@ class UpdateKeys:
         self._known: dict[Any, Hashable] = {}
 
     def of(self, one: MatrixUpdate) -> Hashable:
-        """Return what updates share that do the same with matrices of one shape."""
-        names: dict[Any, Hashable] = {one.first: 0}
+        """Return what updates share that do the same with matrices of one shape. Their coefficients may differ."""
+        names: dict[Any, Hashable] = {one.first: 0, **{x: (n, str(x.aval)) for n, x in enumerate(one.others)}}
         written: list[Hashable] = []
         for position in one.inside:
             eqn = self._eqns[position]
-            operands = tuple(names[x] if _is_name(x, names) else self._coefficient(x) for x in eqn.invars)
+            operands = tuple(_literal(x) if isinstance(x, _compat.Literal) else names[x] for x in eqn.invars)
             written.append((eqn.primitive.name, _params(eqn), operands))
             for x in eqn.outvars:
                 names[x] = len(names)
         return one.first.aval.shape, str(one.first.aval.dtype), tuple(written), names[one.last]
 
-    def _coefficient(self, x: Any, most: int = _MOST_EQUATIONS) -> Hashable:
+    def coefficient(self, x: Any, most: int = _MOST_EQUATIONS) -> Hashable:
         """Return a key that is equal for coefficients that are computed in the same way."""
         if isinstance(x, _compat.Literal):
-            return "literal", _array(x.val), str(x.aval)
+            return _literal(x)
         if x not in self._known:
             self._known[x] = self._computed(x, most)
         return self._known[x]
@@ -51,12 +51,12 @@ class UpdateKeys:
         eqn = self._eqns[position]
         if eqn.effects or not all(map(is_coefficient, eqn.invars)):
             return x
-        key = eqn.primitive.name, _params(eqn), tuple(self._coefficient(y, most - 1) for y in eqn.invars), at
+        key = eqn.primitive.name, _params(eqn), tuple(self.coefficient(y, most - 1) for y in eqn.invars), at
         return "computed", self._numbers.setdefault(key, len(self._numbers))
 
 
-def _is_name(x: Any, names: Mapping[Any, Hashable]) -> bool:
-    return not isinstance(x, _compat.Literal) and x in names
+def _literal(x: Any) -> Hashable:
+    return "literal", _array(x.val), str(x.aval)
 
 
 def _params(eqn: Any) -> Hashable:

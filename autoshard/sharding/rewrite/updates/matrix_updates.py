@@ -158,8 +158,12 @@ class _Search:
                         owner |= dict.fromkeys(found[x], x)
                     changed.clear()
                 of = owner.get(maker, of)
-            found.setdefault(of, set()).update(inside)
-            owner |= dict.fromkeys(inside, of)
+            region = found.setdefault(of, set())
+            for x in {owner[n] for n in inside if n in owner} - {of}:  # a region within this one
+                region |= found.pop(x)
+                changed.discard(x)
+            region |= inside
+            owner |= dict.fromkeys(region, of)
             changed.add(of)
         return found
 

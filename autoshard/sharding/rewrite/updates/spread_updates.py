@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from autoshard import _compat
 from autoshard._shown import shown
@@ -98,10 +99,12 @@ class _Group:
     Attributes:
         updates: the updates.
         stacked: whether each takes a stack of matrices `[L, m, n]`, which do not depend on each other.
+        shared: for each coefficient, whether all updates have the same one.
     """
 
     updates: list[MatrixUpdate]
     stacked: bool
+    shared: tuple[bool, ...]
 
     @property
     def counts(self) -> list[int]:
@@ -111,14 +114,28 @@ class _Group:
     def compute(self, jaxpr: Any, env: Mapping[Any, Any], devices: int) -> dict[Any, Any]:
         """Return the results: variable -> value."""
         one = self.updates[0]
-        others = [env[x] for x in one.others]
         places = -(-sum(self.counts) // devices) * devices
+        others, axes = self._others(env, places)
         arrays = [env[each.first] for each in self.updates]
         stack = spread_matrices(arrays, places, stacked=self.stacked)
         update = _one_of_stack(jaxpr, one) if self.stacked else _whole(jaxpr, one)
-        made = jax.vmap(update, in_axes=(0, *[None] * len(others)))(stack, *others)
+        made = jax.vmap(update, in_axes=(0, *axes))(stack, *others)
         results = collect_matrices(made, self.counts, stacked=self.stacked)
         return dict(zip((each.last for each in self.updates), results, strict=True))
+
+    def _others(self, env: Mapping[Any, Any], places: int) -> tuple[list[Any], list[int | None]]:
+        """Return the coefficients, and the axis of each that counts the matrices; None if all have the same one."""
+        found, axes = list[Any](), list[int | None]()
+        columns = zip(*(update.others for update in self.updates), strict=True)
+        for shared, each in zip(self.shared, columns, strict=True):
+            if shared:
+                found.append(env[each[0]])
+                axes.append(None)
+            else:
+                own = [env[x] for x, count in zip(each, self.counts, strict=True) for _ in range(count)]
+                found.append(jnp.stack([*own, *[own[0]] * (places - len(own))]))
+                axes.append(0)
+        return found, axes
 
 
 def _whole(jaxpr: Any, one: MatrixUpdate) -> Callable[..., Any]:
@@ -183,7 +200,8 @@ def _groups(jaxpr: Any, updates: Sequence[MatrixUpdate]) -> list[_Group]:
         if len(each) == 1 and each[0].first.aval.ndim < _STACK_RANK:
             continue
         closed, stacked = _program_of_one(jaxpr, each[0])
-        group = _Group(each, stacked)
+        columns = zip(*(one.others for one in each), strict=True)
+        group = _Group(each, stacked, tuple(len(set(map(keys.coefficient, column))) == 1 for column in columns))
         if sum(group.counts) > 1 and not has_batches(_compat.open_jaxpr(closed)):
             groups.append(group)
     return groups
