@@ -53,7 +53,7 @@ from autoshard.sharding.autotune.settling import contenders
 from autoshard.sharding.machines.device_mesh import traced_machine
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
-from autoshard.sharding.planner.idle_devices import IDLE_DEVICES
+from autoshard.sharding.planner.notes.idle_devices import IDLE_DEVICES
 from autoshard.sharding.search.constants import SAME_KIND_ERROR
 from autoshard.sharding.search.strategy_kinds import KINDS, kind_of
 

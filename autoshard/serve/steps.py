@@ -29,7 +29,7 @@ from autoshard.serve.constants import PLANNED_POSITIONS
 from autoshard.serve.model import GenerativeModel
 from autoshard.serve.sampling import GREEDY, Settings, choose
 from autoshard.sharding.api.plan import Plan
-from autoshard.sharding.planner.idle_devices import IDLE_DEVICES
+from autoshard.sharding.planner.notes.idle_devices import IDLE_DEVICES
 
 _AXIS = re.compile(r"(\w+):(\d+)")  # the name and the size of a mesh axis in the words of a plan
 

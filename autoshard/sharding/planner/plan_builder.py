@@ -34,9 +34,9 @@ from autoshard.sharding.plan.tensors import KEY_WORDS, SIZE_ONE, Leaf, Padding
 from autoshard.sharding.planner.activations import activations
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.captured_arrays import captured_note
-from autoshard.sharding.planner.idle_devices import idle_notes
 from autoshard.sharding.planner.notes.explicit_types import followed_types, type_notes
 from autoshard.sharding.planner.notes.hindrances import hindrance_notes
+from autoshard.sharding.planner.notes.idle_devices import idle_notes
 from autoshard.sharding.planner.notes.repeated_work import repeated_work_notes
 from autoshard.sharding.planner.notes.single_row import single_row_notes
 from autoshard.sharding.planner.notes.spread_updates import spread_update_notes

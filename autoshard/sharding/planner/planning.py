@@ -51,18 +51,18 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.captured_arrays import warn_of_captured_arrays
 from autoshard.sharding.planner.constants import SHORTLIST_POOL
-from autoshard.sharding.planner.idle_devices import warn_of_idle_devices
+from autoshard.sharding.planner.notes.idle_devices import warn_of_idle_devices
 from autoshard.sharding.planner.offload_choice import plan_with_offload, warn_of_host_memory
 from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
 from autoshard.sharding.planner.shortlist import Shortlist, without_near_duplicates
+from autoshard.sharding.planner.update_choice import plan_with_spread_updates
 from autoshard.sharding.program.kernel_records import KernelWord
 from autoshard.sharding.program.state_memory import warn_of_state_left_on_device
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.kernel_rewriting import with_kernels
 from autoshard.sharding.rewrite.updates.spread_updates import with_spread_updates
-from autoshard.sharding.rewrite.updates.update_choice import plan_with_spread_updates
 from autoshard.sharding.search.candidate import Candidate, SearchCounts
 from autoshard.sharding.search.constants import KIND_ERROR
 from autoshard.sharding.search.late_sums import promising_groups

@@ -32,7 +32,7 @@ from autoshard.ckpt.state.target_shardings import with_shardings
 from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.models import GPT, GPTConfig, MoE, MoEConfig
 from autoshard.models.sample import sample_tokens
-from autoshard.sharding.planner.idle_devices import IDLE_DEVICES
+from autoshard.sharding.planner.notes.idle_devices import IDLE_DEVICES
 from autoshard.train.config.run_directory import checkpoints_in
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.tokenizer import Codec, load_codec

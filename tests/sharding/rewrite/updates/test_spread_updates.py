@@ -34,6 +34,10 @@ PROGRAMS: dict[str, Any] = {
     "list": lambda: (by_optax(muon()), moments_of(layers(), muon())),
     "stack": lambda: (by_optax(muon()), moments_of(stacks(), muon())),
     "hand": lambda: (by_hand(orthogonal), momentum_of(layers())),
+    "own coefficients": lambda: (
+        by_hand(lambda m: orthogonal(m, (3.4445 + jnp.mean(m), -4.7750, 2.0315))),
+        momentum_of(layers()),
+    ),
     "vmap": lambda: (by_hand(jax.vmap(orthogonal)), momentum_of(stacks())),
     "shampoo": lambda: (shampoo_step, shampoo_state(layers())),
     "five layers": lambda: (by_optax(muon()), moments_of(layers(5), muon())),
@@ -47,9 +51,7 @@ def program(name: str) -> tuple[Any, Any]:
 @pytest.fixture(autouse=True)
 def whole_matrices(monkeypatch):
     """Always spread the updates: matrices of a test are too small for that to be faster."""
-    monkeypatch.setattr(
-        "autoshard.sharding.rewrite.updates.update_choice._rank", lambda bound: not bound.plan.spread_updates
-    )
+    monkeypatch.setattr("autoshard.sharding.planner.update_choice._rank", lambda bound: not bound.plan.spread_updates)
 
 
 def check(step: Any, state: Any, plan: str, *, steps: int = 2, tolerance: float = 2e-5, **options: Any) -> None:
@@ -160,9 +162,7 @@ def test_a_plan_from_json(plan):
 
 
 def test_a_plan_in_shards_stays_so(monkeypatch):
-    monkeypatch.setattr(
-        "autoshard.sharding.rewrite.updates.update_choice._rank", lambda bound: bound.plan.spread_updates
-    )
+    monkeypatch.setattr("autoshard.sharding.planner.update_choice._rank", lambda bound: bound.plan.spread_updates)
     step, state = program("list")
     made = autoshard.plan(step, state, rows(), plan="fsdp:8")
     read = Plan.from_json(made.to_json())

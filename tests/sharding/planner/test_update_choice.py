@@ -12,8 +12,8 @@ import pytest
 
 import autoshard
 from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.planner import update_choice
 from autoshard.sharding.program.tracing import trace
-from autoshard.sharding.rewrite.updates import update_choice
 from tests.sharding.rewrite.updates.programs import by_hand, by_optax, moments_of, muon, orthogonal
 
 WIDTH, HIDDEN = 2048, 8192
