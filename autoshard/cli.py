@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    warnings.showwarning = _show_warning
+    warnings.showwarning = _WarningsShownOnce()
     skip_absent_accelerators()
     try:
         return importlib.import_module(f"autoshard.commands.{name}").run(arguments)
@@ -83,11 +83,18 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         return 0
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
-    """Print a warning as one line, without its source line, which does not help a user of the command."""
-    is_for_users = issubclass(category, (AutoshardWarning, FutureWarning))
-    kind = "" if is_for_users else f"{category.__name__}: "
-    print(f"autoshard: warning: {kind}{message}", file=sys.stderr)
+class _WarningsShownOnce:
+    """Prints each warning as one line, without its source line, which does not help a user of the command."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def __call__(self, message: Warning | str, category: type[Warning], *_: object) -> None:
+        is_for_users = issubclass(category, (AutoshardWarning, FutureWarning))
+        text = f"{'' if is_for_users else f'{category.__name__}: '}{message}"
+        if text not in self._shown:  # a command may plan several variants of a program
+            self._shown.add(text)
+            print(f"autoshard: warning: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

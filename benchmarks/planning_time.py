@@ -8,6 +8,7 @@ process usually plans once.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 import jax
@@ -46,6 +47,7 @@ def rows_of(name: str, config: GPTConfig, limit_s: float | None) -> list[Row]:
 
 def main() -> None:
     """Measure and report."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     unrolled = replace(SCANNED, scan_layers=False)
     rows = [*rows_of("scanned, 24 layers", SCANNED, 2.0), *rows_of("unrolled, 24 layers", unrolled, None)]
     report("planning_time", rows, batch=BATCH, model=vars(SCANNED), devices=jax.device_count(), runs=RUNS)

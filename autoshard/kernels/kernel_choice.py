@@ -52,6 +52,24 @@ def choose(q: Any, k: Any, v: Any, softmax: Softmax, pairs: Pairs, sinks: Any) -
     return otherwise
 
 
+def of_platform(impl: Impl) -> Impl:
+    """Return the implementation that a named one runs as on the platform that the program is traced for.
+
+    The kernel of another accelerator runs as the blockwise implementation. A warning says so, because that is slower.
+    """
+    platform = planned_platform()
+    kernel = KERNELS.get(platform)
+    if kernel is None or impl in (kernel, "auto", "plain", "blockwise"):
+        return impl
+    warnings.warn(
+        f"attention: the kernel {impl!r} does not run on {platform!r}, whose kernel is {kernel!r}. The blockwise "
+        f"implementation runs instead. Choose 'auto' or {kernel!r}.",
+        AutoshardWarning,
+        stacklevel=4,
+    )
+    return "blockwise"
+
+
 def refusals(kernel: str, q: Any, k: Any, v: Any, softmax: Softmax, pairs: Pairs, sinks: Any) -> list[str]:
     """Return why a kernel cannot run a call; empty if it can. The arguments are those of `choose`."""
     return _splash(q, k, v, pairs) if kernel == "splash" else _cudnn(q, k, v, softmax, pairs, sinks)

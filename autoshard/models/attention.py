@@ -26,7 +26,7 @@ import numpy as np
 from autoshard import _compat
 from autoshard.kernels.blockwise_attention import Pairs, Softmax, blockwise_attention
 from autoshard.kernels.cudnn_attention import cudnn_attention
-from autoshard.kernels.kernel_choice import Impl, choose, refusals
+from autoshard.kernels.kernel_choice import Impl, choose, of_platform, refusals
 from autoshard.kernels.plain_attention import plain_attention
 from autoshard.kernels.splash_attention import splash_attention
 from autoshard.kernels.visibility import Visibility
@@ -57,11 +57,12 @@ def attention(
         v: values, shaped like `k`.
         causal: position i sees positions up to i; needs `keys == seq`.
         impl: `plain`; `blockwise`; `splash`, JAX's kernel for TPUs; `cudnn`, for 16-bit arrays on NVIDIA GPUs; or
-            `auto`. On other platforms, `splash` and `cudnn` run as `blockwise`, with the same values. `auto` is the
-            kernel of the platform that the program is planned for, if it takes this call and there are at least
-            `kernels.constants.KERNEL_KEYS` keys. If the kernel does not take the call, a warning says why. Otherwise
-            `auto` is blockwise for at least `BLOCKWISE_KEYS` keys, else plain. Kernels run in planned programs, under
-            `shard_map` and on one device: XLA does not partition them. They have no second derivative.
+            `auto`. On other platforms, `splash` and `cudnn` run as `blockwise`, with the same values. If the program is
+            planned for another accelerator, a warning says so. `auto` is the kernel of the platform that the program is
+            planned for, if it takes this call and there are at least `kernels.constants.KERNEL_KEYS` keys. If the
+            kernel does not take the call, a warning says why. Otherwise `auto` is blockwise for at least
+            `BLOCKWISE_KEYS` keys, else plain. Kernels run in planned programs, under `shard_map` and on one device: XLA
+            does not partition them. They have no second derivative.
         block_size: number of keys in a block of the blockwise implementation; need not divide `keys`.
         mask: booleans, True where a query sees a key, `[batch, heads, seq, keys]`; each dimension may be 1.
         scale: factor of the scores; defaults to `1 / sqrt(head_dim)`.
@@ -97,6 +98,7 @@ def attention(
     pairs = Pairs(None, None if mask is None else _group_mask(mask, kv_heads, group), *(segments or (None, None)))
     grouped = q.reshape(batch, seq, kv_heads, group, head_dim)
     grouped_sinks = None if sinks is None else sinks.reshape(kv_heads, group)
+    impl = of_platform(impl)
     if impl == "auto":
         impl = choose(grouped, k, v, softmax, pairs, grouped_sinks)
     elif impl in ("splash", "cudnn") and (reasons := refusals(impl, grouped, k, v, softmax, pairs, grouped_sinks)):

@@ -33,6 +33,14 @@ def test_auto_is_the_kernel_of_the_planned_platform():
     assert operators(*shapes(512)) == set()
 
 
+@pytest.mark.parametrize("platform, impl, own", [("tpu", "cudnn", "splash"), ("cuda", "splash", "cudnn")])
+def test_the_kernel_of_another_accelerator_is_traced_as_what_runs(platform, impl, own):
+    """So it is also priced as what runs."""
+    message = f"'{impl}' does not run on '{platform}', whose kernel is '{own}'. The blockwise implementation runs"
+    with planned_for(platform), pytest.warns(AutoshardWarning, match=message):
+        assert operators(*shapes(), impl=impl) == {"scan"}
+
+
 def test_a_jitted_function_is_traced_again_for_another_platform():
     fn = jax.jit(lambda *x: attention(*x, causal=True))
     texts = []

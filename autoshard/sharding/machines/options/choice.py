@@ -45,7 +45,7 @@ def named_set(name: str, chip: str) -> OptionSet:
     known = set_names(chip)
     listed = f"the sets of {chip} are {', '.join(known)}" if known else f"{chip} has no sets; pass a mapping"
     reason = f"there is no option set '{name}'" if name not in SETS else f"option set '{name}' is not for {chip}"
-    raise UnknownSetError(f"{reason}; {listed}")
+    raise UnknownSetError(f"{reason}; {listed}; a single option is written NAME=VALUE")
 
 
 def machine_code_options() -> frozenset[str]:
