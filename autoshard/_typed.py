@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 import sys
 import types
@@ -21,6 +22,22 @@ _WORDS: Mapping[Any, str] = {
     bool: "true or false",
     types.NoneType: "nothing",
 }
+
+
+# Python's spellings -> those of JSON. Without them, all three would be texts, which count as true.
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
+
+
+def read_value(text: str) -> Any:
+    """Reads a value of a command line: JSON, Python's `True`, `False` or `None`, or else text.
+
+    >>> read_value("4"), read_value("False"), read_value("auto")
+    (4, False, 'auto')
+    """
+    try:
+        return json.loads(_LITERALS.get(text, text))
+    except json.JSONDecodeError:
+        return text
 
 
 def convert(

@@ -133,6 +133,7 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["plan", "gpt-tiny", "--batch-size", "-4"], "error: gpt-tiny: batch_size is -4; it must be at least 1"),
         (["plan", "gpt-tiny", "--set", "layers=abc"], "error: gpt-tiny: layers is 'abc'; it must be a whole number"),
         (["plan", "gpt-tiny", "--set", "layers=true"], "layers is True; it must be a whole number"),
+        (["plan", "gpt-tiny", "--set", "layers=False"], "layers is False; it must be a whole number"),
         (
             ["plan", "gpt-tiny", "--set", "bias=5", "--set", "remat=5"],
             "bias is 5; it must be true or false; remat is 5",
@@ -297,9 +298,10 @@ def test_plan_of_an_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         assert f"plan 'own_step:example': {option} is for named models" in capsys.readouterr().err
 
 
-def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_warnings_are_one_line_and_shown_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     def run(arguments: Any) -> int:
-        warnings.warn("nothing is sharded", AutoshardWarning, stacklevel=2)
+        for _ in range(2):
+            warnings.warn("nothing is sharded", AutoshardWarning, stacklevel=2)
         warnings.warn("old", FutureWarning, stacklevel=2)
         return 0
 
@@ -307,8 +309,9 @@ def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         assert main(["rules"]) == 0
+        assert main(["rules"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["autoshard: warning: nothing is sharded", "autoshard: warning: old"]
+    assert lines == ["autoshard: warning: nothing is sharded", "autoshard: warning: old"] * 2
 
 
 def test_ctrl_c_ends_a_command_with_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

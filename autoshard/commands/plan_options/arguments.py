@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from autoshard._typed import read_value
 from autoshard.commands.arguments import AUTO, auto_or_number, parser, verification_or_number
 from autoshard.errors import ConfigError
 
@@ -50,10 +50,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     if not equals:
         raise ConfigError(f"--set {text!r} has no value: write a field of the model's config and its value, such as "
                           "layers=4")  # fmt: skip
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
+    return name, read_value(value)
 
 
 def parse_microbatches(text: str) -> int | None:

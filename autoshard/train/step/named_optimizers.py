@@ -11,6 +11,7 @@ from typing import Any
 import optax
 from optax import contrib
 
+from autoshard._typed import read_value
 from autoshard.errors import ConfigError
 from autoshard.train.user_functions import is_function, load_function
 
@@ -60,9 +61,6 @@ SCHEDULES: Mapping[str, Callable[[float, float, int, float], optax.Schedule]] = 
 """Functions that make the schedule after the warm-up. Their arguments are the peak rate, the last rate, the number of
 steps, and the share of the steps in which the rate decays."""
 
-# Python's spellings -> those of JSON. Without them, all three would be texts, which count as true.
-_LITERALS = {"True": "true", "False": "false", "None": "null"}
-
 
 def check_optimizer(name: str, arguments: Sequence[str]) -> None:
     """Check the name of an optimizer and the arguments that it is given.
@@ -82,8 +80,8 @@ def check_optimizer(name: str, arguments: Sequence[str]) -> None:
         if accepted is not None and key not in accepted:
             raise ConfigError(f"optimizer.arguments: {name} has no {key!r}; it has {', '.join(accepted)}")
         if accepted is not None:
-            _check_value(f"optimizer.arguments {argument}", accepted[key], _value(text))
-        if (name, key) == ("schedule_free", "b1") and not 0 < _value(text) < 1:
+            _check_value(f"optimizer.arguments {argument}", accepted[key], read_value(text))
+        if (name, key) == ("schedule_free", "b1") and not 0 < read_value(text) < 1:
             raise ConfigError(f"optimizer.arguments {argument}: with schedule_free it must be above 0 and below 1")
 
 
@@ -113,7 +111,7 @@ def optimizer_by_name(
         arguments: Arguments of its function, as NAME=VALUE. Values are JSON, True, False, None, or text.
         settings: Further arguments. Those that the function does not have, or that `arguments` has too, are left out.
     """
-    given = {key: _value(text) for key, _, text in (argument.partition("=") for argument in arguments)}
+    given = {key: read_value(text) for key, _, text in (argument.partition("=") for argument in arguments)}
     if is_function(name):
         return load_function(name, "--optimizer.name")(schedule, **given)
     parameters = _parameters(OPTIMIZERS[name])
@@ -133,13 +131,6 @@ def _check_value(what: str, default: Any, value: Any) -> None:
             if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
                 raise ConfigError(f"{what}: it must be {needed}, such as {json.dumps(default)}")
             return
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(_LITERALS.get(text, text))
-    except json.JSONDecodeError:
-        return text
 
 
 def _check_known(what: str, name: str, known: Mapping[str, Any]) -> None:
