@@ -10,10 +10,10 @@ For each program of `formulations/` on each of its machines, these are compiled 
              the kernels that the planner inserts
     plan     the planner's choice, and the fastest of each other kind that it priced
 
-With `--schedule`, no machine code is generated (`compile_job`): a program takes seconds instead of minutes, is judged
-by the roofline only, and has no audit. With `--missing`, programs that have stored rows are left out. With `--kinds N`,
-only the N kinds that the estimate finds fastest are compiled on each side. `--predict` renews the estimates of stored
-rows and compiles nothing.
+With `--schedule`, the compiler stops before machine code (`compile_job`). A program then takes seconds instead of
+minutes. It is judged by the roofline only, and it has no audit. `--missing` skips programs with stored rows.
+`--kinds N` compiles only the N fastest kinds by the estimate on each side. `--predict` computes the estimates of stored
+rows again and compiles nothing.
 
 The rows are stored in `results/formulations/NAME@TARGET.json`. A program in the compiler's cache is not compiled again.
 The figures are the compiled step over the best expert's, the error of the prediction, and the regret: the chosen plan
@@ -48,13 +48,12 @@ from autoshard.errors import AutoshardError
 from autoshard.sharding.audit import Audit, CompileJob, export_plan
 from autoshard.sharding.audit.aot_compile import Until
 from autoshard.sharding.audit.export import export
-from autoshard.sharding.autotune.constants import MOST_NEAR
-from autoshard.sharding.autotune.settling import contenders
+from autoshard.sharding.autotune.constants import MOST_CLOSE
+from autoshard.sharding.autotune.settling import close_plans, contenders
 from autoshard.sharding.machines.device_mesh import traced_machine
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.notes.idle_devices import IDLE_DEVICES
-from autoshard.sharding.search.constants import SAME_KIND_ERROR
 from autoshard.sharding.search.strategy_kinds import KINDS, kind_of
 
 FOLDER = common.RESULTS / "formulations"
@@ -141,17 +140,17 @@ def _made(formulation: Formulation, target: str, words: str | None = None) -> Pl
 
 
 def _planned(formulation: Formulation, target: str, made: Plan, kinds: int) -> list[Planned]:
-    """Return the planner's choice, the fastest of each other kind, at most `kinds` kinds together, and close ones.
+    """Return the plans to compile: the planner's choice, the fastest plans of other kinds, and close plans.
 
-    The close ones are the plans of the kind of the choice that `verify="auto"` would compile, too.
+    There are at most `kinds` kinds. The close plans are those of the kind of the choice that `verify="auto"` compiles.
     """
     best = sorted(made.best_of_kinds().values(), key=lambda each: (each.strategy != made.chosen, each.step_time_us))
     estimates = {each.strategy: (each.step_time_us, each.peak_bytes) for each in best[:kinds]}
     estimates[made.chosen] = made.estimate.step_time_us, made.estimate.peak_memory_bytes
-    kinds_found = dict(contenders([({}, bound_or_error(made.bound))], made.limit_bytes or math.inf))
-    for each in kinds_found.get(kind_of(made.chosen), [])[: 1 + MOST_NEAR]:
-        if each.strategy is not None and each.step_us <= (1 + SAME_KIND_ERROR) * made.estimate.step_time_us:
-            estimates.setdefault(each.strategy, (each.step_us, each.peak_bytes))
+    by_kind = dict(contenders([({}, bound_or_error(made.bound))], made.limit_bytes or math.inf))
+    others = [each for each in by_kind.get(kind_of(made.chosen), []) if each.strategy]
+    for each in close_plans(made.estimate.step_time_us, others)[:MOST_CLOSE]:
+        estimates.setdefault(each.strategy or made.chosen, (each.step_us, each.peak_bytes))
     return [
         Planned("plan", words, words, "own", 1, partial(_export_ours, formulation, target, words),
                 {"step": time_us / 1e6, "memory_bytes": peak})

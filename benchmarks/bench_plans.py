@@ -17,9 +17,10 @@ in the compiler's cache is not compiled again. `--quick` compiles four cases and
 and reports how many it left out. `--few N` ranks the grid by the planner's estimate of the same strategies instead,
 compiles the first N programs of both sides, one by one, and leaves out mixes of policies, `options` and `today`.
 
-With `--schedule`, no machine code is generated (`compile_job`): a program takes seconds instead of minutes and is
-judged by the roofline only. Each file lists the measures of its rows. Programs of different measures are never
-compared.
+With `--schedule`, the compiler stops before machine code (`compile_job`). A program then takes seconds instead of
+minutes and is judged by the roofline only. The order of two programs can differ from that by machine code: with ViT-L,
+2 microbatches are faster by the roofline, and 4 by cycles. Each file lists the measures of its rows. Programs of
+different measures are never compared.
 """
 
 from __future__ import annotations

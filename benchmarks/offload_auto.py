@@ -11,9 +11,9 @@ with `offload="auto"` and the best one with `offload="none"` are compiled, and `
 
     ratio = compiled step time with "auto" / compiled step time with "none"      it must be at most 1.01
 
-If both choices are the same program, the ratio is 1 and nothing is compiled. With `--schedule`, no machine code is
-generated (`compile_job`): a program takes seconds instead of minutes and is judged by the roofline only. Nothing runs.
-Rows are stored in `results/offload_auto/` one by one. The exit code is 1 if a ratio is larger.
+If both choices are the same program, the ratio is 1 and nothing is compiled. With `--schedule`, the compiler
+stops before machine code (`compile_job`). A program then takes seconds instead of minutes and is judged by the roofline
+only. Nothing runs. Rows are stored in `results/offload_auto/` one by one. The exit code is 1 if a ratio is larger.
 """
 
 from __future__ import annotations

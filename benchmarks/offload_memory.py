@@ -15,9 +15,9 @@ full rematerialization. `estimate.py` gives the times, the compiler the peaks:
 
 The peak is the compiler's: for a program with values on the host, or without machine code, the size of the device's
 memory space. `allocated` is the ratio of all arguments and temporaries, not all of which are in use at the same time.
-With `--schedule`, no machine code is generated (`compile_job`): a program takes seconds instead of minutes, is judged
-by the roofline only, and `allocated` is unknown. Each program with values on the host is also compiled with the option
-set `host-transfers`, as `verify` does, and the faster one counts.
+With `--schedule`, the compiler stops before machine code (`compile_job`). A program then takes seconds instead of
+minutes. It is judged by the roofline only, and `allocated` is unknown. Each program with values on the host is also
+compiled with the option set `host-transfers`, as `verify` does, and the faster one counts.
 
 Nothing runs. Rows are stored in `results/offload_memory/` one by one. The exit code is 1 if a ratio is larger.
 """

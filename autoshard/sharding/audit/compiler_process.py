@@ -82,10 +82,10 @@ MEMORY = {
     "peak": "peak_memory_in_bytes",
 }
 SCHEDULED = ".after_optimizations.txt"  # the end of the name of the dump of a scheduled program
-# The end of the name of the dump that libtpu writes when each buffer has its place: after the schedule and the report
-# of the memory, and before it generates machine code.
+# The end of the name of the dump that libtpu writes after it has assigned buffers. The schedule and the memory report
+# are complete then, and machine code comes next.
 PLACED = ".after_optimizations_after_buffer_assignment.txt"
-POLL_S = 0.05  # chosen: seconds between two looks for the dump, few beside those of the shortest compilation
+POLL_S = 0.05  # seconds between two checks for the dump. Source: chosen, short compared with any compilation
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 

@@ -27,8 +27,8 @@ SETTLING_S = 600.0
 # Most plans of one kind that are compiled in search of one that fits.
 MOST_TRIES = 3
 
-# Number of further plans of the best kind that are compiled if their estimates are as good.
-MOST_NEAR = 2
+# Most plans that are compiled besides the fastest of the best kind (`settling.close_plans`).
+MOST_CLOSE = 2
 
 # Number of plans of one kind that are considered.
 POOL_OF_KIND = 12

@@ -7,8 +7,8 @@ are compiled one after another, up to the schedule where the compiler stops ther
     first    the fastest by the estimate
     next     the fastest of those that may still be faster than the best compiled plan. The expected time of a contender
              is its estimate, times the mean ratio of compiled to estimated time so far
-    near     the next plans of the best plan's kind, up to `MOST_NEAR`, whose estimates are as good within the error of
-             plans of one kind. They often differ in the number of devices that share weights
+    close    up to `MOST_CLOSE` further plans of the best plan's kind, if their estimates are within the error of plans
+             of one kind (`SAME_KIND_ERROR`). They often differ in the number of devices that share weights
     end      no contender may be faster, or the time is over
 
 With `auto`, nothing is compiled if there is no other contender, the plan certainly fits, and it moves nothing to host
@@ -41,7 +41,7 @@ from autoshard.sharding.audit.aot_compile import missing_compiler
 from autoshard.sharding.audit.audit import Audit, AuditError
 from autoshard.sharding.audit.verification import compile_target
 from autoshard.sharding.autotune.compiled_options import compared_by, failure_text, fits
-from autoshard.sharding.autotune.constants import MOST_NEAR, MOST_TRIES, OVER_LIMIT, POOL_OF_KIND
+from autoshard.sharding.autotune.constants import MOST_CLOSE, MOST_TRIES, OVER_LIMIT, POOL_OF_KIND
 from autoshard.sharding.autotune.lessons import Lesson, Lessons, lesson_of
 from autoshard.sharding.autotune.machine_code import scheduled, with_code
 from autoshard.sharding.layout.plan_request import is_request
@@ -128,7 +128,7 @@ class Settling:
         queues = dict(waiting)
         while True:
             self._settle(queues, waiting)
-            self._compare_near(waiting)
+            self._compare_close(waiting)
             if self.best is None:
                 return self._unfit(ahead)
             contender, bound, lesson = self.best
@@ -162,21 +162,21 @@ class Settling:
             if not queues[kind]:
                 del queues[kind]
 
-    def _compare_near(self, waiting: dict[str, list[Contender]]) -> None:
-        """Compile plans of the best plan's kind that are as good within the error of the estimate.
+    def _compare_close(self, waiting: dict[str, list[Contender]]) -> None:
+        """Compile close plans of the best plan's kind.
 
         Args:
             waiting: as for `_settle`.
         """
-        for _ in range(MOST_NEAR):
+        for _ in range(MOST_CLOSE):
             if self.best is None or self.left <= 0 or self._tries(self.best[0].kind) >= MOST_TRIES:
                 break
             best, left = self.best[0], waiting.get(self.best[0].kind, [])
-            near = [each for each in left if each.step_us <= (1 + SAME_KIND_ERROR) * best.step_us]
-            if not near:
+            close = close_plans(best.step_us, left)
+            if not close:
                 break
-            waiting[best.kind] = [each for each in left if each is not near[0]]
-            self._compile(near[0])
+            waiting[best.kind] = [each for each in left if each is not close[0]]
+            self._compile(close[0])
 
     def _is_certain(self, bound: BoundPlan) -> bool:
         """Whether a plan fits in any case and moves nothing to the host's memory."""
@@ -286,6 +286,16 @@ def contenders(made: Sequence[PlannedVariant], limit: float) -> Iterator[tuple[s
     if over:
         best = min(over, key=lambda each: each.step_us)
         yield OVER, [Contender(best.step_us, best.peak_bytes, best.variant, best.strategy, OVER)]
+
+
+def close_plans(best_us: float, plans: Sequence[Contender]) -> list[Contender]:
+    """Return the plans of the best plan's kind that may be as fast, within the error of plans of one kind.
+
+    Args:
+        best_us: the estimated step time of the best plan, in microseconds.
+        plans: other plans of its kind.
+    """
+    return [each for each in plans if each.step_us <= (1 + SAME_KIND_ERROR) * best_us]
 
 
 def settled(

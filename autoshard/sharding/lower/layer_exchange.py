@@ -53,9 +53,15 @@ def exchanged_layers(
 
 
 def _path(op: Op, of_layers: Spec, of_stages: Spec) -> list[Spec]:
-    """Return the shardings of a stack from that by which each stage has a part of all layers, to its own layers.
+    """Return the shardings through which a stack goes from shards of all layers to whole layers.
 
-    The mesh axes that shard no layer take a part of the stack first. The others then exchange shards, one by one.
+    For matrices, the mesh axes that do not shard a matrix shard the stack first. Then the other mesh axes exchange
+    shards, one after the other.
+
+    Args:
+        op: the operator.
+        of_layers: the sharding in which each device has a shard of every layer.
+        of_stages: the sharding in which each stage, or each device, has whole layers.
     """
     if op.name not in MATRIX_STACKS:
         return [exchanged_spec(of_layers, of_stages), of_stages]

@@ -1,8 +1,8 @@
-"""Decides whether each device computes the updates of whole matrices of its own (`rewrite.updates`).
+"""Decides whether each device updates whole matrices of its own (`rewrite.updates`).
 
-Both programs are planned, and the faster one that fits the memory is chosen. Whole matrices are faster if every device
-would otherwise repeat the products of all matrices. If tensor or expert parallelism already divides the products, or if
-there are more devices than matrices, shards may be faster.
+Both programs are planned. The faster one that fits the memory is chosen. Whole matrices are usually faster, because
+otherwise every device repeats the products of all matrices. Shards may be faster if tensor or expert parallelism
+already divides the products, or if there are more devices than matrices.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def plan_with_spread_updates(
     most_us: float,
     shortlist: Any,
 ) -> Any:
-    """Return the better one of the bound plans with updates of whole matrices and without.
+    """Return the better of two bound plans: with and without updates of whole matrices.
 
     Args:
         traced: the step.
         devices: the number of devices.
-        first: plans a program.
-        second: plans another one in the same way, without what the search of the first one has found.
-        most_us: a search may leave out plans whose step takes so many microseconds or more.
+        first: plans a program. It may use what earlier searches of the caller found.
+        second: plans a program in the same way, with a search of its own.
+        most_us: a search may leave out plans whose step takes this many microseconds or more.
         shortlist: how the best candidates of the chosen program are compared.
     """
     spread = with_spread_updates(traced, devices)
@@ -51,13 +51,13 @@ def plan_with_spread_updates(
 
 
 def _planned(plan: Callable[..., Any], traced: Traced, most_us: float, is_quiet: bool) -> Any:
-    """Return the plan of a program; None if there is none, such as where only the other one has a requested axis.
+    """Return the plan of a program; None if it has none, for example because it lacks a requested logical axis.
 
     Args:
         plan: plans the program.
         traced: the program.
         most_us: see `plan_with_spread_updates`.
-        is_quiet: whether another plan has the same warnings.
+        is_quiet: whether to hide warnings, because planning the other program shows the same ones.
     """
     with warnings.catch_warnings():
         if is_quiet:

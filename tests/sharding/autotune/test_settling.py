@@ -14,7 +14,7 @@ from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.audit import Audit
 from autoshard.sharding.audit.audit import AuditError
 from autoshard.sharding.autotune import settling
-from autoshard.sharding.autotune.constants import MOST_NEAR
+from autoshard.sharding.autotune.constants import MOST_CLOSE
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.search.constants import MOST_KIND_ERROR, SAME_KIND_ERROR
 from autoshard.sharding.search.strategy_kinds import kind_of
@@ -99,12 +99,12 @@ def test_the_kinds_that_may_be_the_best_are_compiled_and_no_others(compiler: Com
     assert 2 <= len(close) < len(kinds)
     made = planned()
     assert compiler.compiled[: len(close)] == close and made.chosen == estimated.chosen
-    assert set(compiler.compiled[len(close) :]) <= {*near_plans(estimated)}
+    assert set(compiler.compiled[len(close) :]) <= {*plans_close_to(estimated)}
     assert len(made.audits) == 1 and made.notes[-1].startswith("compiled for v5e:2x4, the fastest of each kind")
     assert all(strategy in made.notes[-1] for strategy in close)
 
 
-def near_plans(made: Plan) -> list[str]:
+def plans_close_to(made: Plan) -> list[str]:
     """Return the plans of the chosen kind with nearly the estimate of the chosen plan."""
     kind, most_us = kind_of(made.chosen), (1 + SAME_KIND_ERROR) * made.estimate.step_time_us
     found = [(strategy, us) for strategy, us, _ in made.candidates if strategy != made.chosen]
@@ -112,14 +112,14 @@ def near_plans(made: Plan) -> list[str]:
 
 
 def test_close_plans_of_the_best_kind_are_compiled(compiler: Compiler) -> None:
-    near = near_plans(planned(verify=0))
-    assert near
+    others = plans_close_to(planned(verify=0))
+    assert others
     made = planned()
-    tried = [strategy for strategy in compiler.compiled if strategy in near]
-    assert 1 <= len(tried) <= MOST_NEAR
+    tried = [strategy for strategy in compiler.compiled if strategy in others]
+    assert 1 <= len(tried) <= MOST_CLOSE
     compiler.ratios = {tried[-1]: 0.9}
     other = planned(variants={"scale": [2.0]})  # another program, without lessons
-    assert made.chosen not in near and other.chosen == tried[-1]
+    assert made.chosen not in others and other.chosen == tried[-1]
 
 
 def test_the_fastest_compiled_plan_is_chosen(compiler: Compiler) -> None:

@@ -1,4 +1,4 @@
-"""Updates of whole matrices are chosen where they are faster."""
+"""The planner chooses updates of whole matrices if they are faster."""
 
 from __future__ import annotations
 

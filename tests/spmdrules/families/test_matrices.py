@@ -1,4 +1,4 @@
-"""The table of operators that give devices whole matrices of an update."""
+"""The rules of the operators by which devices exchange matrices."""
 
 import jax.numpy as jnp
 import numpy as np

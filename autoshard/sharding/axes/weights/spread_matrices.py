@@ -1,7 +1,7 @@
-"""The matrices of an update that devices have whole: how their stack is sharded, and how they are stored.
+"""Shardings of updates in which each device has whole matrices (`families.stacked.matrices`).
 
-All mesh axes shard a stack along its matrices (`families.stacked.matrices`): their products need nothing from other
-devices. Before and after, a matrix has the shards of the state that it updates.
+All mesh axes shard a stack along its matrices, so the products of an update take nothing from other devices. Before and
+after the update, each matrix is sharded like the state that it updates.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.program.array_sizes import nbytes
+from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.families.stacked.matrices import collect_p, spread_p
 from autoshard.spmdrules.ir.program import Op
@@ -26,8 +27,9 @@ class SpreadMatrices:
     """The matrices of the updates of a program.
 
     Attributes:
-        counts: the axes that count the matrices of a stack.
-        sources: value -> the input that it updates: the operands of a spread, and what is collected again.
+        counts: the logical axes that count the matrices of a stack.
+        sources: value -> the input that is sharded like it: for the operands of each `spread_matrices`, and for the
+            results of each `collect_matrices`.
     """
 
     counts: frozenset[int]
@@ -64,7 +66,7 @@ def _found(axes: LogicalAxes, ops: list[Op], spread: Mapping[tuple[int, ...], Op
 
 
 def _source(axes: LogicalAxes, value: int, maker: Mapping[int, Op], inputs: frozenset[int]) -> int | None:
-    """Return the input of equal size from which a value is computed element by element."""
+    """Return the input from which elementwise operators compute a value of the same size; None if there is none."""
     avals = axes.program.avals
     left, seen = [value], {value}
     while left:
@@ -72,7 +74,7 @@ def _source(axes: LogicalAxes, value: int, maker: Mapping[int, Op], inputs: froz
         if v in inputs:
             return v
         op = maker.get(v)
-        for u in op.operands if op is not None and op.rule is not None else ():
+        for u in op.operands if op is not None and op.rule is not None and not is_decision_point(op) else ():
             if u >= 0 and u not in seen and avals[u].size == avals[v].size and nbytes(avals[u]):
                 seen.add(u)
                 left.append(u)
@@ -88,7 +90,7 @@ def spread_spec(
 
     Args:
         axes: the logical axes of the program.
-        leaves: those of the dimensions of the value.
+        leaves: the logical axes of the value's dimensions.
         mesh: mesh axis -> size.
         storage: role -> the mesh axes over which it is stored.
     """
@@ -106,10 +108,10 @@ def spread_spec(
 
 
 def within_matrices(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> Spec:
-    """Return the sharding of a stack `[L, ...]` whose mesh axes shard its matrices instead of counting them.
+    """Return the sharding of a stack `[L, ...]` after the mesh axes of its first dimension move to other dimensions.
 
-    From there, devices exchange shards of each matrix. XLA would gather stacks whose first dimension is sharded, such
-    as that of experts, before it joins them.
+    Devices then exchange shards of each matrix. If the first dimension is sharded, as that of experts may be, XLA
+    gathers the stacks before it joins them.
 
     Example:
         >>> within_matrices((("ep",), (), ("tp",)), (8, 64, 64), {"ep": 8, "tp": 2})

@@ -1,4 +1,4 @@
-"""A note on updates of matrices that devices divide among them."""
+"""A note on updates for which each device has whole matrices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.spmdrules.families.stacked.matrices import spread_p
 
 
 def spread_update_notes(layout: Layout) -> list[str]:
-    """Return a note for each line whose products of whole matrices the devices divide among them.
+    """Return a note for each source line with such updates.
 
     Args:
         layout: the layout of the plan.
@@ -26,7 +26,7 @@ def spread_update_notes(layout: Layout) -> list[str]:
             counts[line] = counts.get(line, 0) + number
             most[line] = most.get(line, 0) + math.ceil(params["places"] / shards)
     return [
-        f"{count} matrices are updated as whole ones at {line}: each device gets at most {most[line]}, updates them "
-        "and returns their shards"
+        f"at {line}, each device updates whole matrices, at most {most[line]} of {count}; devices exchange shards "
+        "before and after"
         for line, count in counts.items()
     ]

@@ -1,4 +1,4 @@
-"""Which updates do the same with matrices of one shape: they have equal keys."""
+"""Finds equal updates: two updates have equal keys if they apply the same function to matrices of one shape."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from autoshard import _compat
 from autoshard.sharding.rewrite.updates.matrix_updates import MatrixUpdate, is_coefficient
 
-# So many equations that compute a coefficient one after the other are compared. Source: chosen; optax's Muon casts its
-# coefficients to the dtype of each matrix, which is one equation.
+# Most equations in a row that are followed to compare two coefficients. Source: chosen; optax's Muon has one, the cast
+# of the coefficients to the dtype of each matrix.
 _MOST_EQUATIONS = 16
 
 
@@ -25,7 +25,7 @@ class UpdateKeys:
         self._known: dict[Any, Hashable] = {}
 
     def of(self, one: MatrixUpdate) -> Hashable:
-        """Return what updates share that do the same with matrices of one shape. Their coefficients may differ."""
+        """Return the key of an update. It does not depend on the values of the coefficients."""
         names: dict[Any, Hashable] = {one.first: 0, **{x: (n, str(x.aval)) for n, x in enumerate(one.others)}}
         written: list[Hashable] = []
         for position in one.inside:
@@ -37,7 +37,7 @@ class UpdateKeys:
         return one.first.aval.shape, str(one.first.aval.dtype), tuple(written), names[one.last]
 
     def coefficient(self, x: Any, most: int = _MOST_EQUATIONS) -> Hashable:
-        """Return a key that is equal for coefficients that are computed in the same way."""
+        """Return the key of a coefficient. Two coefficients have equal keys if they are computed in the same way."""
         if isinstance(x, _compat.Literal):
             return _literal(x)
         if x not in self._known:
@@ -64,7 +64,7 @@ def _params(eqn: Any) -> Hashable:
 
 
 def _written(value: Any) -> Hashable:
-    """Return a parameter as text, and the arrays that a jaxpr in it contains: its text may leave them out."""
+    """Return the text of a parameter, with the arrays of its jaxprs, which the text may omit."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_written, value))
     if not _compat.is_jaxpr(value):

@@ -1,11 +1,13 @@
-"""Finds computations that multiply one matrix of an optimizer by itself, such as Muon's iteration.
+"""Finds the parts of an optimizer that compute one matrix from another one by products, such as Muon's iteration.
 
-    update     u -> y, two values of one shape outside of loops; what is between them takes no other array of that
-               program but small ones (coefficients), and contains a product
+An update is a part of the step that starts from one value and ends in one value of the same shape:
 
-`u` is computed element by element from state, such as momentum or the statistics of Shampoo. Products of the forward
-and backward pass are no updates: they take parameters and data. If a sharding constraint is between the products of an
-update, it is left as it is: the user has decided which devices compute what.
+    - It has at least one matrix product, or a loop with one.
+    - All arrays that it takes are computed from its first value. Arrays of a few elements (coefficients) are exempt.
+    - Elementwise operators compute its first value from state, such as momentum or the statistics of Shampoo.
+
+The products of the forward and backward pass are not updates, because they take both parameters and data. An update
+that contains a sharding constraint is skipped, because the user decided which devices compute it.
 """
 
 from __future__ import annotations
@@ -18,18 +20,17 @@ from typing import Any
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.sharding.offload.edits import call_of
+from autoshard.sharding.offload.edits import call_of, jaxprs_of
 from autoshard.sharding.rewrite.slices import ELEMENTWISE
 from autoshard.spmdrules.core.registry import has_rule
 
-# An update has fewer operators between its first and its last value. Source: chosen; five steps of Newton and Schulz,
-# written out, have about 50.
+# Most operators of an update. Source: chosen; five Newton-Schulz steps without a loop have about 50.
 _MOST_OPERATORS = 400
-# So many products are searched first. Source: chosen; if a step has updates, one of them is most likely an update.
+# Number of products that `may_have_updates` searches first. Source: chosen for speed.
 _FEW_PRODUCTS = 64
-# Arrays with at most so many elements are coefficients. Source: chosen; those of Muon are 3 or 5 x 3.
+# Most elements of a coefficient. Source: chosen; Muon has 3, or 3 for each of 5 steps.
 _MOST_COEFFICIENTS = 64
-_MORE = frozenset("min clamp pow reduce_precision erf".split())  # operators on elements, besides ELEMENTWISE
+_MORE_ELEMENTWISE = frozenset("min clamp pow reduce_precision erf".split())  # besides ELEMENTWISE
 _MOVES = frozenset(("transpose", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "optimization_barrier"))
 _PRODUCTS = frozenset(("dot_general",))
 _CONSTRAINTS = frozenset(("sharding_constraint",))
@@ -41,9 +42,9 @@ class MatrixUpdate:
     """One update of one matrix.
 
     Attributes:
-        first: the variable of the value that it starts from.
+        first: the variable of its first value.
         last: the variable of its result.
-        others: the variables of coefficients.
+        others: the variables of its coefficients.
         inside: the positions of its equations, in order.
     """
 
@@ -78,9 +79,9 @@ def matrix_updates(jaxpr: Any, state: Iterable[int]) -> list[MatrixUpdate]:
 
 
 def may_have_updates(closed: Any) -> bool:
-    """Whether a step may have updates, in less time than it takes to inline its calls.
+    """Return whether a step may have updates. This takes less time than inlining its calls.
 
-    A call is searched, and it also counts as one equation of the frame that calls it.
+    The jaxpr of each call is searched, too. In the jaxpr that contains the call, the call is one equation.
     """
     left, seen = [_compat.open_jaxpr(closed)], set[int]()
     while left:
@@ -117,12 +118,13 @@ class _Search:
         return found
 
     def products(self) -> list[int]:
-        """Return the positions of products whose operands are all computed from one array.
+        """Return the positions of the products whose operands are all computed from one array.
 
-        All arrays of an equation pass through its parent, the last equation or input for which that holds. The
-        products of a model have no parent: they take data and parameters.
+        The parent of an equation is its immediate dominator: the last equation or input through which everything
+        passes that the equation is computed from. The products of a model have none, because they take data and
+        parameters.
         """
-        parent: dict[Any, Any] = {}  # position or input -> its parent; None for all inputs together
+        parent: dict[Any, Any] = {}  # position or input -> its parent; None if it has none
         depth: dict[Any, int] = {None: 0}
         found = []
         for position, eqn in enumerate(self.eqns):
@@ -141,16 +143,16 @@ class _Search:
         return found
 
     def regions(self, products: Sequence[int]) -> dict[Any, set[int]]:
-        """Return the equations around products that take one array: the array -> their positions."""
+        """Group products by the array that they are computed from: the array -> the positions of the equations."""
         found: dict[Any, set[int]] = {}
         owner: dict[int, Any] = {}  # position -> the array of its region
-        changed: set[Any] = set()  # arrays whose regions may not end in one result
+        changed: set[Any] = set()  # arrays whose regions are not closed by `last` yet
         for position in products:
             start = self.start(position)
             if start is None:
                 continue
             of, inside = start
-            if of not in found:  # an iteration may start from what another one inside the same region computes
+            if of not in found:  # an iteration starts from the result of the previous one, in the same region
                 maker = self.maker.get(of, -1)
                 if maker not in owner:
                     for x in changed:
@@ -159,7 +161,7 @@ class _Search:
                     changed.clear()
                 of = owner.get(maker, of)
             region = found.setdefault(of, set())
-            for x in {owner[n] for n in inside if n in owner} - {of}:  # a region within this one
+            for x in {owner[n] for n in inside if n in owner} - {of}:  # this region contains that one
                 region |= found.pop(x)
                 changed.discard(x)
             region |= inside
@@ -168,9 +170,9 @@ class _Search:
         return found
 
     def start(self, position: int) -> tuple[Any, set[int]] | None:
-        """Return the one array from which an equation is computed, and the equations from there to it.
+        """Return the array that an equation is computed from, and the equations in between; None if there are several.
 
-        The equations that compute its operands are taken in, the last one first, until only one array is left.
+        Adds the equations that compute its operands, the last one first, until only one array is left.
         """
         inside, arrays = {position}, self._arrays(position)
         while len(arrays) > 1:
@@ -184,13 +186,18 @@ class _Search:
         return (arrays[0], inside) if arrays else None
 
     def _arrays(self, position: int) -> list[Any]:
-        """Return the operands of an equation that are no coefficients."""
+        """Return the operands of an equation, without coefficients."""
         return list(dict.fromkeys(x for x in self.eqns[position].invars if not is_coefficient(x)))
 
     def last(self, first: Any, inside: set[int]) -> Any:
-        """Take in the equations that need only what is inside, until all uses of the first array lead to one result.
+        """Add equations to a region until it has one result, and return the result; None if there is no such region.
 
-        If other equations use the first array, too, it is enough that there is one result. Return it, or None.
+        Only equations that take nothing else are added. The region grows until it contains all uses of its first
+        array. If that is impossible, it is the largest region with one result.
+
+        Args:
+            first: the first array of the region.
+            inside: the positions of its equations, which are changed.
         """
         found, fewest = None, {*inside}
         while len(inside) <= _MOST_OPERATORS:
@@ -218,11 +225,11 @@ class _Search:
         return [x for x in made if x in self.results or any(n not in inside for n in self.users.get(x, ()))]
 
     def sources(self, value: Any, also: frozenset[str] = frozenset()) -> set[Any]:
-        """Return the values of equal size from which a value is computed element by element, and itself.
+        """Return a value and the values of the same size that elementwise operators compute it from.
 
         Args:
             value: the value.
-            also: the names of other operators that count as such.
+            also: the names of further operators that are followed.
         """
         size, seen, left = math.prod(value.aval.shape), {value}, [value]
         while left:
@@ -237,41 +244,34 @@ class _Search:
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    return eqn.primitive.name in ELEMENTWISE | _MORE | _MOVES
+    return eqn.primitive.name in ELEMENTWISE | _MORE_ELEMENTWISE | _MOVES
 
 
 def _is_known(eqn: Any) -> bool:
-    """Whether an equation and all inside it have a rule, so that it does the same to each matrix of a stack."""
+    """Whether the operator of an equation has a rule, and so have those inside it."""
     inner = [*_inner(eqn)]
     return all(map(_is_known, inner)) if inner else has_rule(eqn.primitive) and not eqn.effects
 
 
 def _inner(eqn: Any) -> Iterator[Any]:
     """Yield the equations of the jaxprs in an equation's parameters."""
-    for jaxpr in _jaxprs(eqn):
-        yield from jaxpr.eqns
-
-
-def _jaxprs(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            if _compat.is_jaxpr(one):
-                yield _compat.open_jaxpr(one)
+    for jaxpr in jaxprs_of(eqn):
+        yield from _compat.open_jaxpr(jaxpr).eqns
 
 
 def is_coefficient(x: Any) -> bool:
-    """Whether an operand is so small that it does not count as an array."""
+    """Whether an operand has at most `_MOST_COEFFICIENTS` elements."""
     return isinstance(x, _compat.Literal) or math.prod(x.aval.shape) <= _MOST_COEFFICIENTS
 
 
 def has_batches(jaxpr: Any) -> bool:
-    """Whether a product of a program has a batch dimension, so that it multiplies several matrices."""
+    """Whether a program multiplies several matrices at once: one of its products has a batch dimension."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _PRODUCTS:
             (_, _), (batch, _) = eqn.params["dimension_numbers"]
             if any(eqn.invars[0].aval.shape[d] > 1 for d in batch):
                 return True
-        if any(has_batches(inner) for inner in _jaxprs(eqn)):
+        if any(has_batches(_compat.open_jaxpr(inner)) for inner in jaxprs_of(eqn)):
             return True
     return False
 

@@ -1,7 +1,7 @@
-"""The function of one matrix that a program applies to a stack of matrices.
+"""Runs a program that was traced for a stack of matrices on one matrix.
 
-A jaxpr has fixed shapes: Muon's iteration on a stack `[L, m, n]` is a program for L matrices. The rules of its
-operators tell which dimension of each value counts the matrices, and how an operator runs on a shard of one matrix.
+The shapes in a jaxpr are fixed: Muon's iteration on a stack `[L, m, n]` is a program for L matrices. The rules of its
+operators say which dimension of each value counts the matrices, and how each operator runs on a shard with one matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autoshard.spmdrules.core.registry import rule_for
 from autoshard.spmdrules.core.rule import Rule, RuleError, Shard
 
 Values = list[tuple[Any, int | None]]
-"""Values, each with the dimension that counts the matrices, which has size 1; None for a value without it."""
+"""Pairs of a value and its dimension that counts the matrices, which has size 1; None if it has no such dimension."""
 
 
 def on_one_matrix(eqns: Sequence[Any], env: Mapping[Any, tuple[Any, int | None]], count: int) -> dict[Any, Any]:
@@ -24,8 +24,8 @@ def on_one_matrix(eqns: Sequence[Any], env: Mapping[Any, tuple[Any, int | None]]
 
     Args:
         eqns: the equations of a program on a stack of matrices.
-        env: the values of the variables that they read.
-        count: the number of matrices of the stack that they were written for.
+        env: variable -> value and dimension, for the variables that the equations read.
+        count: the number of matrices that the program was traced for.
 
     Returns:
         Variable -> value and dimension, for all variables.

@@ -1,13 +1,14 @@
-"""Lets each device compute the updates of whole matrices of its own.
+"""Rewrites a step so that each device updates whole matrices of its own.
 
-The updates of equal matrices (`matrix_updates`) become one update of a stack of matrices, between two operators that
-exchange shards (`families.stacked.matrices`). Before, every device would gather all matrices and update all of them.
-An update of `n` matrices over `d` devices takes the time of `ceil(n / d)` matrices, and each matrix is sent twice. The
-planner compares both programs (`update_choice`).
+Without this, every device gathers all matrices and computes all updates (`matrix_updates`). Here, the updates of equal
+matrices become one update of a stack of matrices. The stack is sharded along its matrices. Two operators exchange
+shards before and after it (`families.stacked.matrices`). With `n` matrices and `d` devices, a device computes
+`ceil(n / d)` updates, and each matrix is sent twice. The planner compares both programs (`planner.update_choice`).
 
-Scheduled for TPUs by libtpu 0.0.42.1: a GPT of 1.3B with Muon (`benchmarks/formulations/block_optimizer.py`) takes 1186
-instead of 1349 ms on v5e:4x4 under `dp:2 fsdp:8`, and the expert's best plan 1324. Four layers of Llama 7B with optax's
-Muon take 169 instead of 220 ms on v5p:4x4x4 under `dp:2 fsdp:32`, and 150 with AdamW.
+Scheduled by libtpu 0.0.42.1:
+    GPT 1.3B with Muon (`benchmarks/formulations/block_optimizer.py`), v5e:4x4, `dp:2 fsdp:8`: 1186 ms in place of 1349.
+    The expert's best plan takes 1324 ms.
+    Four layers of Llama 7B with optax's Muon, v5p:4x4x4, `dp:2 fsdp:32`: 169 ms in place of 220. AdamW takes 150 ms.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _STACK_RANK = 3  # dimensions of a stack of matrices
 
 
 def with_spread_updates(traced: Traced, devices: int) -> Traced:
-    """Return a traced step in which the updates of equal matrices are one update of a stack of them.
+    """Return a traced step in which updates of equal matrices are joined; the same step if it has none.
 
-    The state of a pipeline's stages is left as it is: its stages already have layers of their own.
+    Pipelines are not changed, because each stage already has layers of its own.
 
     Args:
         traced: the step.
@@ -75,31 +76,37 @@ def spread_updates(closed: Any, state: Sequence[int], devices: int) -> Any:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, _compat.constants(closed), strict=True))
         env.update(zip(jaxpr.invars, inputs, strict=True))
 
-        def read(x: Any) -> Any:
-            return x.val if isinstance(x, _compat.Literal) else env[x]
-
         for each in order:
             if isinstance(each, _Group):
-                first = jaxpr.eqns[each.updates[0].inside[0]]
-                with _compat.source_of(first):
+                with _compat.source_of(jaxpr.eqns[each.updates[0].inside[0]]):
                     env.update(each.compute(jaxpr, env, devices))
             else:
-                with _compat.source_of(each):
-                    env.update(zip(each.outvars, _compat.bind(each, each.params, *map(read, each.invars)), strict=True))
-        return [read(x) for x in jaxpr.outvars]
+                _evaluate(each, env)
+        return [_read(x, env) for x in jaxpr.outvars]
 
     return jax.make_jaxpr(step)(*[x.aval for x in jaxpr.invars])
+
+
+def _read(x: Any, env: Mapping[Any, Any]) -> Any:
+    return x.val if isinstance(x, _compat.Literal) else env[x]
+
+
+def _evaluate(eqn: Any, env: dict[Any, Any]) -> None:
+    """Evaluate an equation on the values of an environment, and add its results to it."""
+    with _compat.source_of(eqn):
+        results = _compat.bind(eqn, eqn.params, *(_read(x, env) for x in eqn.invars))
+    env.update(zip(eqn.outvars, results, strict=True))
 
 
 @shown
 @dataclass(eq=False)
 class _Group:
-    """Updates that do the same with matrices of one shape.
+    """Updates that apply the same function to matrices of one shape.
 
     Attributes:
         updates: the updates.
-        stacked: whether each takes a stack of matrices `[L, m, n]`, which do not depend on each other.
-        shared: for each coefficient, whether all updates have the same one.
+        stacked: whether each update takes a stack `[L, m, n]` of independent matrices.
+        shared: for each coefficient, whether it is the same in all updates.
     """
 
     updates: list[MatrixUpdate]
@@ -112,7 +119,7 @@ class _Group:
         return [each.first.aval.shape[0] if self.stacked else 1 for each in self.updates]
 
     def compute(self, jaxpr: Any, env: Mapping[Any, Any], devices: int) -> dict[Any, Any]:
-        """Return the results: variable -> value."""
+        """Compute all updates of the group. Return their results: variable -> value."""
         one = self.updates[0]
         places = -(-sum(self.counts) // devices) * devices
         others, axes = self._others(env, places)
@@ -124,7 +131,7 @@ class _Group:
         return dict(zip((each.last for each in self.updates), results, strict=True))
 
     def _others(self, env: Mapping[Any, Any], places: int) -> tuple[list[Any], list[int | None]]:
-        """Return the coefficients, and the axis of each that counts the matrices; None if all have the same one."""
+        """Return the coefficients, and for each the axis that counts the matrices; None if it is shared."""
         found, axes = list[Any](), list[int | None]()
         columns = zip(*(update.others for update in self.updates), strict=True)
         for shared, each in zip(self.shared, columns, strict=True):
@@ -139,24 +146,21 @@ class _Group:
 
 
 def _whole(jaxpr: Any, one: MatrixUpdate) -> Callable[..., Any]:
-    """Return the function of an update, from its array and the coefficients to the new array."""
+    """Return an update as a function of its array and its coefficients."""
 
     def update(array: Any, *others: Any) -> Any:
         env = {one.first: array, **dict(zip(one.others, others, strict=True))}
         for position in one.inside:
-            eqn = jaxpr.eqns[position]
-            operands = [x.val if isinstance(x, _compat.Literal) else env[x] for x in eqn.invars]
-            with _compat.source_of(eqn):
-                env.update(zip(eqn.outvars, _compat.bind(eqn, eqn.params, *operands), strict=True))
+            _evaluate(jaxpr.eqns[position], env)
         return env[one.last]
 
     return update
 
 
 def _one_of_stack(jaxpr: Any, one: MatrixUpdate) -> Callable[..., Any]:
-    """Return the function of an update of a stack, from one of its matrices to the new matrix.
+    """Return a function that applies the update of a stack to a single matrix, given its coefficients.
 
-    The function raises `Refused` if the matrices depend on each other.
+    The function raises `Refused` if the matrices of the stack depend on each other.
     """
     eqns, count = [jaxpr.eqns[n] for n in one.inside], one.first.aval.shape[0]
 
@@ -171,9 +175,9 @@ def _one_of_stack(jaxpr: Any, one: MatrixUpdate) -> Callable[..., Any]:
 
 
 def _program_of_one(jaxpr: Any, one: MatrixUpdate) -> tuple[Any, bool]:
-    """Return the program of one matrix, and whether an update takes a stack of them that do not depend on each other.
+    """Return the program that updates one matrix, and whether the update takes a stack of independent matrices.
 
-    An update that does not take such a stack is taken as that of one matrix.
+    An update of any other array counts as the update of one matrix.
     """
     aval, others = one.first.aval, [_compat.shape_dtype_of(x) for x in one.others]
     if aval.ndim >= _STACK_RANK and aval.shape[0] > 1:
@@ -186,10 +190,10 @@ def _program_of_one(jaxpr: Any, one: MatrixUpdate) -> tuple[Any, bool]:
 
 
 def _groups(jaxpr: Any, updates: Sequence[MatrixUpdate]) -> list[_Group]:
-    """Return the groups of several matrices.
+    """Group equal updates. Only groups of several matrices are returned.
 
-    If the products of one "matrix" have batch dimensions, it is several matrices, such as those of all experts. A
-    device would get all of them, so it is left as it is.
+    If products of a "matrix" have batch dimensions, the array is several matrices, such as those of all experts. One
+    device would get all of them, so such updates are not joined.
     """
     found: dict[Any, list[MatrixUpdate]] = {}
     keys = UpdateKeys(jaxpr)
@@ -208,9 +212,9 @@ def _groups(jaxpr: Any, updates: Sequence[MatrixUpdate]) -> list[_Group]:
 
 
 def _order(jaxpr: Any, groups: Sequence[_Group]) -> list[Any] | _Group:
-    """Return the equations and groups in an order in which everything is known before it is used.
+    """Return the equations and groups in an order in which each value is computed before it is used.
 
-    If an update needs the result of another one of its group, the group is returned.
+    There is no such order if an update takes the result of another update of its group. Then the group is returned.
     """
     inside = {n for group in groups for each in group.updates for n in each.inside}
     known = {*jaxpr.constvars, *jaxpr.invars}

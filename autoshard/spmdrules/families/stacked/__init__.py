@@ -1,4 +1,4 @@
-"""Operators on stacks that devices exchange: the stages of a pipeline, and the matrices of an update."""
+"""Operators on stacks that devices exchange: the layers of pipeline stages, and the matrices of an update."""
 
 from autoshard.spmdrules.families.stacked.matrices import MATRIX_STACKS, spread_p
 from autoshard.spmdrules.families.stacked.stages import LAYER_STACKS, TO_STAGES

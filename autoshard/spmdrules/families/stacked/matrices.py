@@ -1,8 +1,8 @@
-"""Operators that give each device whole matrices of an update, and take them back.
+"""Operators that stack matrices, so that each device gets whole ones, and that take the stack apart again.
 
-An optimizer such as Muon multiplies each matrix of a model by itself. If matrices are stored in shards, every device
-would gather all of them and repeat all products. Instead, `spread_matrices` stacks matrices of one shape, and the stack
-is sharded along its matrices. On shards the exchange is an all-to-all, as for the layers of a pipeline
+An optimizer such as Muon multiplies each matrix of a model by itself. If the matrices are stored in shards, every
+device gathers all of them and repeats all products. `spread_matrices` stacks matrices of one shape, and the stack is
+sharded along its matrices. The exchange of shards is an all-to-all, as for the layers of a pipeline
 (`families.stacked.stages`). XLA partitions both operators.
 """
 

@@ -53,7 +53,7 @@ def loss_of(params: Any, x: jax.Array) -> jax.Array:
 
 
 def orthogonal(x: jax.Array, coefficients: Any = (3.4445, -4.7750, 2.0315)) -> jax.Array:
-    """Two steps of Newton and Schulz."""
+    """Two Newton-Schulz steps."""
     a, b, c = coefficients
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
@@ -65,7 +65,7 @@ def orthogonal(x: jax.Array, coefficients: Any = (3.4445, -4.7750, 2.0315)) -> j
 
 
 def by_hand(update: Callable[..., Any], loss: Callable[..., Any] = loss_of) -> Step:
-    """A step with momentum: `update` computes the change of each parameter that is no vector from its momentum."""
+    """A step with momentum. `update` computes the change of each matrix from its momentum."""
 
     def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         params, momentum = state
@@ -88,7 +88,7 @@ def by_optax(optimizer: Any, loss: Callable[..., Any] = loss_of) -> Step:
 
 
 def muon(**options: Any) -> Any:
-    """Muon for all parameters but vectors. Leading dimensions count matrices."""
+    """Muon for all parameters except vectors. Leading dimensions count matrices."""
 
     def numbers(params: Any) -> Any:
         return jax.tree.map(lambda w: contrib.MuonDimensionNumbers(-2, -1) if w.ndim > 1 else None, params)
@@ -105,7 +105,7 @@ def moments_of(params: Any, optimizer: Any) -> Any:
 
 
 def inverse_root(a: jax.Array) -> jax.Array:
-    """The inverse fourth root of a positive matrix, by six steps of a coupled iteration of Newton."""
+    """The inverse fourth root of a positive matrix, by six steps of the coupled Newton iteration."""
     unit = jnp.eye(a.shape[0])
     a = a + 1e-3 * unit
     scale = 2.5 / jnp.linalg.norm(a)
@@ -137,7 +137,7 @@ def shampoo_state(params: Any) -> Any:
 
 
 def spread(step: Step, *args: Any, devices: int = DEVICES) -> list[tuple[int, tuple[int, ...], int, bool]]:
-    """Return what is spread: the number of arrays, their shape, the places, and whether they are stacks."""
+    """Return for each `spread_matrices` the number of arrays, their shape, the places, and whether they are stacks."""
     changed = with_spread_updates(trace(step, args, {}), devices)
     eqns = _compat.open_jaxpr(changed.closed).eqns
     return [

@@ -1,4 +1,4 @@
-"""Updates of whole matrices are found by what they compute from, and joined if they do the same."""
+"""Updates of matrices are found in a step, and equal ones are joined."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_loop_over_matrices_stays():
 
 
 def test_a_device_never_gets_all_matrices_of_a_stack():
-    """One array is several matrices, and it is not known how to take one of them."""
+    """One array holds several matrices, and the rules do not say how to take one of them."""
     assert not found_of(muon(preconditioning="aol"), stacks())  # a branch in a loop
     assert found_of(muon(preconditioning="aol"), layers()) == ALL
     experts = {"experts": programs.weights("experts", 3, 4, 16, 32)}
@@ -221,7 +221,7 @@ def test_a_branch_of_each_matrix_is_found():
 
 
 def unrolled(count: int) -> Any:
-    """A training step of a perceptron whose products all take data, traced."""
+    """Trace a training step of a perceptron. All of its products take data."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for w in params:

@@ -1,4 +1,4 @@
-"""A program on a stack of matrices runs on one of them, or it is refused if matrices depend on each other."""
+"""A program that was traced for a stack runs on one matrix. It is refused if the matrices depend on each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STACK = weights("stack", 5, 8, 12)
 
 
 def one_of(update: Any, matrix: jax.Array, coefficients: jax.Array | None = None) -> tuple[jax.Array, int | None]:
-    """Return the result of a program for `STACK` on a stack of one matrix, and the dimension that counts matrices."""
+    """Run a program for `STACK` on one matrix. Return the result, and its dimension that counts matrices."""
     closed = rewritten(jax.make_jaxpr(update)(STACK, *([] if coefficients is None else [coefficients])))
     jaxpr = _compat.open_jaxpr(closed)
     env: dict[Any, Any] = {

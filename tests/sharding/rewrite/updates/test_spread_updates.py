@@ -50,7 +50,7 @@ def program(name: str) -> tuple[Any, Any]:
 
 @pytest.fixture(autouse=True)
 def whole_matrices(monkeypatch):
-    """Always spread the updates: matrices of a test are too small for that to be faster."""
+    """Choose updates of whole matrices in all tests. By the estimate, they are slower for matrices this small."""
     monkeypatch.setattr("autoshard.sharding.planner.update_choice._rank", lambda bound: not bound.plan.spread_updates)
 
 
@@ -84,13 +84,13 @@ def test_in_microbatches(name):
 
 @pytest.mark.parametrize("name", ["list", pytest.param("stack", marks=pytest.mark.slow)])
 def test_matrices_of_bfloat16(name):
-    """Both programs round to bfloat16, at other places."""
+    """Both programs round to bfloat16, but not after the same operations."""
     params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), layers() if name == "list" else stacks())
     check(by_optax(muon()), moments_of(params, muon()), "fsdp:8", tolerance=2e-2)
 
 
 def test_rows_of_the_size_of_a_matrix():
-    """Logical axes of equal size stay apart."""
+    """The axis of the batch and an axis of a matrix have the same size, but are different logical axes."""
     square = {"layers": [{k: w[:16, :16] for k, w in layer.items()} for layer in layers()["layers"]]}
     step, state = by_optax(muon()), moments_of(square | {"bias": jnp.zeros(16)}, muon())
     for plan in ("fsdp:8", "dp:2 tp:4"):
@@ -111,7 +111,7 @@ def sizes_of(lines: list[str], operator: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("name", ["list", "stack"])
 def test_no_device_repeats_the_products(name):
-    """Each device has one of 6 matrices, or a copy, in an all-to-all. Only the model gathers all of them, once."""
+    """Each device gets one matrix, or a copy, by an all-to-all. Only the forward pass gathers all 6 matrices."""
     _, lines = lines_of(*program(name), "fsdp:8")
     products = sizes_of(lines, "dot")
     assert products.count((16, 16)) >= 10 and not [size for size in products if len(size) > 2]
@@ -121,7 +121,7 @@ def test_no_device_repeats_the_products(name):
 
 @pytest.mark.parametrize("plan", ["ep:8", pytest.param("ep:4 fsdp:2", marks=pytest.mark.slow)])
 def test_experts_are_exchanged_in_shards(plan):
-    """XLA would gather the experts of all devices, before it joins them with those of other layers."""
+    """Without a step in between, XLA gathers the experts of all devices before it stacks the layers."""
     step, state = by_optax(muon(), loss_of_experts), moments_of(experts(), muon())
     check(step, state, plan)
     _, lines = lines_of(step, state, plan)
@@ -145,10 +145,8 @@ def test_the_estimate_counts_the_matrices_of_one_device():
 def test_a_note_names_the_line_and_the_matrices_of_a_device():
     step, state = program("five layers")
     made = autoshard.plan(step, state, rows(), plan="fsdp:8")
-    (note,) = [each for each in made.notes if "whole ones" in each]
-    assert re.match(
-        r"10 matrices are updated as whole ones at \S*programs\.py:\d+ .*: each device gets at most 2", note
-    )
+    (note,) = [each for each in made.notes if "whole matrices" in each]
+    assert re.match(r"at \S*programs\.py:\d+ .*, each device updates whole matrices, at most 2 of 10;", note)
 
 
 @pytest.mark.parametrize("plan", ["fsdp:8", "dp:2 tp:4"])
