@@ -41,7 +41,7 @@ def test_whole_matrices_are_faster_than_the_same_products_on_all_devices(plan, m
 def test_shards_are_faster_where_there_are_fewer_matrices_than_devices():
     few, many = made("tp:8", 2), made("tp:8", 16)
     assert not few.spread_updates and many.spread_updates
-    assert not [note for note in few.notes if "whole ones" in note]
+    assert not [note for note in few.notes if "whole matrices" in note]
 
 
 def test_a_program_that_cannot_be_planned_with_whole_matrices_is_planned_without():
@@ -76,3 +76,20 @@ def test_the_faster_plan_is_kept_and_warnings_come_once(shortlist, whole_us, mon
         made = update_choice.plan_with_spread_updates(traced, 8, planned, planned, 9.0, shortlist)
     assert made.plan.spread_updates is (whole_us == 1.0) and made.shortlist == shortlist
     assert limits[:2] == [9.0, whole_us] and len(found) == 1
+
+
+@pytest.mark.parametrize("fits", [(True, False), (False, True), (False, False)])
+def test_a_plan_that_fits_is_kept_or_else_the_one_that_needs_less(fits, monkeypatch):
+    monkeypatch.setattr(update_choice, "plan_ranked_us", lambda plan: plan.time_us)
+
+    def planned(traced: Any, *, most_us: float, shortlist: Any = None) -> Any:
+        whole = traced.spread_updates
+        plan = SimpleNamespace(fits=fits[0 if whole else 1], spread_updates=whole, time_us=2.0 if whole else 1.0)
+        plan.estimate = SimpleNamespace(peak_memory_bytes=5.0 if whole else 6.0)
+        return SimpleNamespace(plan=plan)
+
+    params = [jnp.ones((16, 32))] * 2
+    step = by_hand(orthogonal, lambda params, x: jnp.mean(sum(x @ w for w in params) ** 2))
+    traced = trace(step, ((params, params), jnp.ones((4, 16))), {})
+    made = update_choice.plan_with_spread_updates(traced, 8, planned, planned, 9.0, None)
+    assert made.plan.spread_updates is (fits != (False, True))

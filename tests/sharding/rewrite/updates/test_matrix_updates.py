@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _compat
@@ -259,3 +260,10 @@ def test_source_lines_are_those_of_the_products():
     changed = with_spread_updates(trace(step, (momentum_of(layers()), rows()), {}), 8)
     (eqn,) = [e for e in _compat.open_jaxpr(changed.closed).eqns if e.primitive.name == "spread_matrices"]
     assert "programs.py" in str(_compat.program_line(eqn))
+
+
+def test_an_operator_without_a_rule():
+    unknown = Primitive("unknown")
+    unknown.def_abstract_eval(lambda x: x)
+    assert not spread(by_hand(lambda m: unknown.bind(m @ m.T) @ m), momentum_of(layers()), rows())
+    assert spread(by_hand(lambda m: jnp.sin(m @ m.T) @ m), momentum_of(layers()), rows())

@@ -13,6 +13,7 @@ import pytest
 
 import autoshard
 from autoshard import Plan, auto_shard
+from autoshard.sharding.axes.weights.spread_matrices import spread_matrices_of
 from tests.sharding.rewrite.updates.programs import (
     by_hand,
     by_optax,
@@ -117,6 +118,41 @@ def test_no_device_repeats_the_products(name):
     assert products.count((16, 16)) >= 10 and not [size for size in products if len(size) > 2]
     assert any(" all-to-all(" in line for line in lines)
     assert sum(map(math.prod, sizes_of(lines, "all-gather"))) == 6 * 16 * 32 + 16
+
+
+def test_only_the_mesh_axes_that_store_weights_exchange_shards():
+    """`dp` shards the stack first. Then each all-to-all runs over `fsdp` alone, and `dp` gathers shards of matrices."""
+    made, lines = lines_of(*program("list"), "dp:2 fsdp:4")
+    assert made.bound is not None
+    (stack, *_) = [op.results[0] for op in made.bound.problem.program.ops() if op.name == "spread_matrices"]
+    assert made.bound.layout.spec(stack)[0] == ("dp", "fsdp")
+    assert sum(" all-to-all(" in line for line in lines) == 2
+    stacks = [size for size in sizes_of(lines, "all-gather") if len(size) > 2]
+    assert stacks and all(math.prod(size) <= 8 * 16 * 32 // 4 for size in stacks)
+
+
+def test_a_matrix_is_stored_like_its_state():
+    """The data have the size of a matrix, and fewer operators lead from them to the update than from its momentum."""
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        params, momentum = state
+        value, gradients = jax.value_and_grad(lambda w: jnp.mean(sum(jnp.tanh(x @ each) for each in w) ** 2))(params)
+        momentum = [((m * 0.5) * 1.1) * 0.9 + g for m, g in zip(momentum, gradients, strict=True)]
+        return ([w - orthogonal(m) for w, m in zip(params, momentum, strict=True)], momentum), value
+
+    params = [jnp.ones((16, 32)), jnp.ones((16, 32))]
+    made = autoshard.plan(step, (params, params), jnp.ones((32, 16)), plan="fsdp:8")
+    assert made.bound is not None
+    axes = made.bound.layout.axes
+    sources = [axes.program.inputs.index(source) for source in spread_matrices_of(axes).sources.values()]
+    assert sorted(sources) == [2, 2, 3, 3]  # the momentum, before and after the exchange
+
+
+def test_each_matrix_has_its_own_coefficients():
+    def update(m: jax.Array) -> jax.Array:
+        return orthogonal(m, (3.4445 + jnp.tanh(10 * jnp.sum(m)), -4.7750, 2.0315))
+
+    check(by_hand(update), momentum_of(layers()), "fsdp:8")
 
 
 @pytest.mark.parametrize("plan", ["ep:8", pytest.param("ep:4 fsdp:2", marks=pytest.mark.slow)])
