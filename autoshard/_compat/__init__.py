@@ -61,12 +61,13 @@ from autoshard._compat.jaxprs import (
     split_constants,
     with_derivative_of,
     with_equations,
+    with_transferred,
 )
 from autoshard._compat.jit_settings import call_when_lowered, jit_settings
 from autoshard._compat.memory_spaces import (
     HOST_KIND,
     abstract_array,
-    empty_on_host,
+    empty_array,
     is_on_host,
     memory_kind,
     planned_shape,
@@ -119,8 +120,9 @@ __all__ = [
     "dce",
     "with_derivative_of",
     "with_equations",
+    "with_transferred",
     "element_shape",
-    "empty_on_host",
+    "empty_array",
     "equinox_module",
     "expand_by_implementation",
     "expand_hijax",

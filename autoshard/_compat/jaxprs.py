@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,19 @@ def with_equations(jaxpr: Any, eqns: list[Any], **changes: Any) -> Any:
     inner = open_jaxpr(jaxpr)
     replaced = inner.replace(eqns=eqns, **changes)
     return replaced if ONE_JAXPR_TYPE or inner is jaxpr else jaxpr.replace(jaxpr=replaced)
+
+
+def with_transferred(closed: Any, results: Sequence[int]) -> Any:
+    """Adds results to a closed jaxpr: the operands of the transfers (`jax.device_put`) that make these results."""
+    jaxpr = open_jaxpr(closed)
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    found = []
+    for var in [jaxpr.outvars[n] for n in results]:
+        while made_by[var].primitive.name != "device_put":  # a constraint of the result's sharding
+            (var,) = made_by[var].invars
+        found.append(made_by[var].invars[[*made_by[var].outvars].index(var)])
+    unnamed = jaxpr.debug_info.with_unknown_names()
+    return with_equations(closed, jaxpr.eqns, outvars=[*jaxpr.outvars, *found], debug_info=unnamed)
 
 
 def jaxpr_as_function(closed: Any) -> Any:

@@ -34,8 +34,10 @@ def abstract_array(shape: Any, dtype: Any, weak_type: bool = False, on_host: boo
     return core.ShapedArray(shape, dtype, weak_type=weak_type, memory_space=jax.memory.Space.Host)
 
 
-def empty_on_host(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns an array in host memory whose elements are not set, as `lax.scan` makes for its stacked results."""
+def empty_array(shape: tuple[int, ...], dtype: Any, on_host: bool = False) -> Any:
+    """Returns an array in device or host memory whose elements are not set, where the compiler can make one."""
+    if not on_host:
+        return lax_internal.empty(shape, dtype)
     return lax.broadcast(lax_internal.empty2(dtype, memory_space=jax.memory.Space.Host), shape)
 
 

@@ -16,9 +16,9 @@ nothing hides transfers, and the two directions take turns (`machines.constants.
 is exposed.
 
 On TPUs, the program says when loops move slices, so that all compute of an iteration can hide them
-(`lower.tpu.host_stacks`). Slices are fetched one iteration ahead, so nothing hides the fetches for the first iteration.
-In the backward loop, these slices belong to the last layer, which has just sent them. Slices that are fetched in their
-own iteration have the same price.
+(`offload.slice_moves`). The last iteration of a forward loop does not send what it keeps for the backward loop, and the
+first iteration of the backward loop does not wait for it. It waits for its other slices: nothing hides their fetches.
+Slices that are fetched in their own iteration have the same price.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.machines.chips import Chip
 from autoshard.sharding.machines.constants import EXPOSED_TRANSFERS, HOST_BANDWIDTH_REACHED
+from autoshard.sharding.offload.slice_moves import kept_slices
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.core.placement import axes_of
@@ -66,6 +67,7 @@ class HostTraffic:
         axes: the program's logical axes.
         roles: their roles.
         stretches: its stretches.
+        chip: the device.
         distinct: inputs that share no class with other values.
     """
 
@@ -74,6 +76,7 @@ class HostTraffic:
         axes: LogicalAxes,
         roles: Roles,
         stretches: Stretches,
+        chip: Chip,
         distinct: frozenset[int] = frozenset(),
     ):
         places = zip(stretches.ops, stretches.number.tolist(), strict=True)
@@ -86,13 +89,19 @@ class HostTraffic:
         self.examples = found.examples
         # (stretch, class of the value, whether it goes to the host) -> bytes of a step before sharding
         self.whole: dict[tuple[int, int, bool], float] = defaultdict(float)
+        # (stretch, class of the value) -> bytes that the first iterations of its loop wait for
+        self.first: dict[tuple[int, int], float] = defaultdict(float)
+        kept = kept_slices(axes.program, chip) if chip.platform == "tpu" else {}
+        lengths = {each.sent: each.maker.eqn.params["length"] for each in kept.values()}
+        starts = _loop_starts(stretches)
         for (op, stretch, n), number in zip(moved, found.numbers.tolist(), strict=True):
-            to_host = _compat.is_on_host(op.eqn.outvars[n].aval)
-            self.whole[stretch, number, to_host] += nbytes(op.eqn.invars[n].aval) * op.trips
+            to_host, size = _compat.is_on_host(op.eqn.outvars[n].aval), nbytes(op.eqn.invars[n].aval)
+            unsent = op.trips / lengths[op.results[n]] if op.results[n] in lengths else 0.0
+            self.whole[stretch, number, to_host] += size * (op.trips - unsent)
+            if not to_host and op.operands[n] not in kept:
+                self.first[stretch, number] += size * starts.get(id(op), 0.0)
         trips = dict(zip(stretches.number.tolist(), stretches.trips.tolist(), strict=True))
         self.trips = {stretch: trips[stretch] for stretch, _, _ in self.whole}
-        starts = _loop_starts(stretches)
-        self.starts = {stretch: starts.get(id(op), 0.0) for op, stretch, _ in moved}
 
     def __call__(self, layout: Layout, times: StretchTimes, chip: Chip) -> HostTime:
         """Return the transfers of a step.
@@ -116,8 +125,10 @@ class HostTraffic:
             return HostTime(total, total * per_byte, total * per_byte)
         busy = {stretch: max(both) * per_byte for stretch, both in sent.items() if any(both)}
         compute = {stretch: times.total_us(stretch) * self.trips[stretch] for stretch in busy}
-        waits = {s: self.starts[s] / self.trips[s] if chip.hides_fetches else 1.0 for s in busy}
-        first = {s: sent[s][False] * per_byte * waits[s] for s in busy}
+        waits: dict[int, float] = defaultdict(float)  # bytes for which the first iterations wait
+        for (stretch, number), whole in self.first.items():
+            waits[stretch] += whole * fractions[number]
+        first = {s: (waits[s] if chip.hides_fetches else sent[s][False]) * per_byte for s in busy}
         exposed = sum(first[s] + max(busy[s] - first[s] - compute[s], 0.0) for s in busy)
         return HostTime(total, sum(busy.values()), exposed)
 

@@ -122,7 +122,7 @@ class CostModel:
         self._scatters_late = target.platform == "tpu" and "reduce-scatter" in target.chip.hides  # `delayed_kernels`
         self.classes = operator_classes(axes, roles, fusion, distinct)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
-        self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
+        self.host_traffic = HostTraffic(axes, roles, self.stretches, target.chip, distinct)
         self.queries = SpecQueries(axes, roles, self.classes, distinct)
         self.known, self._constraints = KnownPrices(axes, roles, fusion, target), constraints(axes.program)
         self.prices = OperatorPrices(axes, roles, target, fusion)
@@ -141,7 +141,7 @@ class CostModel:
         resized.axes, resized._original = axes, self
         resized.classes = [replace(each, op=ops[each.numbers[0]]) for each in self.classes]
         resized.stretches = Stretches(axes.program, [each.numbers for each in resized.classes])
-        resized.host_traffic = HostTraffic(axes, self.roles, resized.stretches, self.distinct)
+        resized.host_traffic = HostTraffic(axes, self.roles, resized.stretches, self.target.chip, self.distinct)
         resized.known = KnownPrices(axes, self.roles, self.fusion, self.target)
         resized.prices = OperatorPrices(axes, self.roles, self.target, self.fusion)
         resized._memo, resized._by_distinct = [{} for _ in resized.classes], {}

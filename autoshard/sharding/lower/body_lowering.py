@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.loop_gathers import Gather
+from autoshard.sharding.machines.chips import Chip
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.ir.program import Block, Op
@@ -18,10 +19,11 @@ class BodyLowering(Protocol):
 
     layout: Layout
     mesh: Any
-    on_tpu: bool
+    tpu: Chip | None
     link_prices: LinkPrices
     early: frozenset[tuple[int, int]]
     held: dict[Gather, Any]
+    kept: dict[int, Any]
 
     def constrain(self, x: Any, spec: Spec) -> Any:
         """Return `x` constrained to `spec`."""

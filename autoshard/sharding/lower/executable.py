@@ -16,7 +16,7 @@ from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.lowering import Lowering
-from autoshard.sharding.machines.chips import Options
+from autoshard.sharding.machines.chips import Chip, Options
 from autoshard.sharding.machines.device_mesh import device_mesh
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.machines.options import with_needed
@@ -36,6 +36,7 @@ class Executable:
         traced: the function.
         layout: the sharding of every value of its program.
         link_prices: what bytes cost on the links of the target.
+        chip: the target's device.
         mesh: the mesh of devices that the user gave to the planner, if any.
         early: the parameters that are gathered one layer early (`StepCost.early`).
         overlap: the words of `overlap=`, if there are any.
@@ -46,6 +47,7 @@ class Executable:
     traced: Traced
     layout: Layout
     link_prices: LinkPrices
+    chip: Chip
     mesh: Any = None
     early: frozenset[tuple[int, int]] = frozenset()
     overlap: ModuleOverlap | None = None
@@ -72,7 +74,7 @@ class Executable:
             gather=self.plan.gather,
             early=self.early,
             overlap=self.overlap,
-            on_tpu=self._platform(mesh) == "tpu",
+            tpu=self.chip if self._platform(mesh) == "tpu" else None,
         )
         return _compat.classic_scans()(lowering)
 

@@ -46,6 +46,7 @@ from autoshard.sharding.lower.products.sums_on_shards import sums_on_shards
 from autoshard.sharding.lower.tpu.host_stacks import scan_with_host_stacks
 from autoshard.sharding.lower.tpu.stack_layouts import pinned_results, pinned_slices
 from autoshard.sharding.lower.tpu.update_barriers import UpdateBarriers
+from autoshard.sharding.machines.chips import Chip
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.overlap.marks import Marks
 from autoshard.sharding.overlap.modules import ModuleOverlap
@@ -68,7 +69,7 @@ class Lowering:
         gather: the order of gathers of parameters, see `ShardingPlan`.
         early: the parameters that are gathered one layer early (`StepCost.early`).
         overlap: the words of `overlap=`, if there are any.
-        on_tpu: whether the program is compiled for TPUs.
+        tpu: the target's device, if the program is compiled for TPUs.
     """
 
     def __init__(
@@ -80,16 +81,16 @@ class Lowering:
         gather: str = "",
         early: frozenset[tuple[int, int]] = frozenset(),
         overlap: ModuleOverlap | None = None,
-        on_tpu: bool = False,
+        tpu: Chip | None = None,
     ):
-        self.layout, self.mesh, self.link_prices, self.on_tpu = layout, mesh, link_prices, on_tpu
+        self.layout, self.mesh, self.link_prices, self.tpu = layout, mesh, link_prices, tpu
         self.order = GatherOrder(mesh) if gather == SEQUENTIAL else None
         self.early, self.early_values = early, frozenset(v for number, v in early if number >= 0)
         self.layers: LayerPrefetch | None = None
         self.held: dict[Gather, Any] = {}  # the parameters that are gathered already, in the code that is lowered now
-        self.overlap = overlap
-        self.modules = ModuleCollectives(layout, mesh, overlap) if overlap is not None else None
-        self.rows, self.updates, self.constraints = ScatteredRows(self), UpdateBarriers(layout, on_tpu), 0
+        self.kept: dict[int, Any] = {}  # stack in host memory -> its last slice, which stays on the device
+        self.overlap, self.modules = overlap, ModuleCollectives(layout, mesh, overlap) if overlap is not None else None
+        self.rows, self.updates, self.constraints = ScatteredRows(self), UpdateBarriers(layout, tpu is not None), 0
         self._reversed: dict[int, tuple[Op, Any]] = {}  # reversed parameter -> its `rev` operator, and the operand
 
     def __call__(self, *args: Any) -> list[Any]:
@@ -379,8 +380,7 @@ class Lowering:
             out = self.function(op.blocks[0])(*consts, *carry, *x)
             return out[:n_carry], out[n_carry:]
 
-        carry, ys = scan_with_host_stacks(op, self.layout.axes.program.avals, body, init, xs, on_tpu=self.on_tpu)
-        return [*carry, *ys]
+        return [part for parts in scan_with_host_stacks(self, op, body, init, xs) for part in parts]
 
     def loop(self, op: Op, args: list[Any]) -> list[Any]:
         """Return the results of a while loop. `lax.while_loop` would refuse a condition with a value for each row."""

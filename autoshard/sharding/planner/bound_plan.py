@@ -54,7 +54,10 @@ class BoundPlan:
         overlap = self.problem.overlap
         if overlap is not None:
             early = frozenset(each for each in early if not overlap.gathers_alone(each[1]))
-        return Executable(self.plan, self.traced, self.layout, machine.target.link_prices, machine.mesh, early, overlap)
+        target = machine.target
+        return Executable(
+            self.plan, self.traced, self.layout, target.link_prices, target.chip, machine.mesh, early, overlap
+        )
 
     def where(self, **changes: Any) -> BoundPlan:
         """Return a copy with changed attributes of its plan."""

@@ -116,7 +116,7 @@ class PlanningProblem:
         moved = {self.program.inputs[i] for i in self.traced.moved_inputs}
         # The new stack of moments that a loop returns is not written over the old one, which the loop still reads.
         state = [(i, o) for i, o in self.state if i in donated and not (i in moved and o in looped)]
-        return cost, MemoryModel(self.axes, self.roles, fusion, state, platform=target.platform)
+        return cost, MemoryModel(self.axes, self.roles, fusion, state, chip=target.chip)
 
     def gathering(self, gather: str) -> PlanningProblem:
         """Return the same problem with another order of gathers."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from autoshard import _compat
 from autoshard.errors import PlanError
-from autoshard.spmdrules.ir.program import Op, Program, inlined
+from autoshard.spmdrules.ir.program import Op, Program
 
 _SHOWN = 3  # arguments that an error message lists; chosen
 
@@ -22,24 +22,6 @@ def is_host_transfer(op: Op) -> bool:
         _compat.is_on_host(a.aval) != _compat.is_on_host(b.aval)
         for a, b in zip(op.eqn.invars, op.eqn.outvars, strict=True)
     )
-
-
-def fetched_slices(program: Program) -> dict[int, Op]:
-    """Return the values that each iteration of a scan copies to the device from a stack in host memory.
-
-    Returns:
-        Value in device memory -> its scan.
-    """
-    found: dict[int, Op] = {}
-    for loop in program.ops():
-        if loop.name != "scan":
-            continue
-        slices = {tie.inner for tie in loop.edges if tie.stacked}
-        for op in inlined(loop.blocks[0]):
-            if is_host_transfer(op):
-                moved = zip(op.operands, op.results, strict=True)
-                found |= {new: loop for old, new in moved if old in slices and _compat.is_on_host(program.avals[old])}
-    return found
 
 
 def unmoved_names_text(program: Program) -> str:

@@ -48,30 +48,46 @@ def estimate(*args, target=TARGET, words="dp:8", **keywords):
 @pytest.mark.parametrize("scan", [True, False])
 def test_bytes_of_both_directions(scan):
     found = estimate(1024, scan=scan)
-    assert found.host_traffic_bytes == pytest.approx(2 * LAYERS * VALUE / 8)
+    # The last layer of a scan does not send its value. The backward loop also fetches in its last iteration.
+    assert found.host_traffic_bytes == pytest.approx((2 * LAYERS - scan) * VALUE / 8)
     assert found.host_memory_bytes == pytest.approx(LAYERS * VALUE / 8)
     # Scanned, the two directions are in two loops. Unrolled, both are in one stretch of code and run at once.
-    assert found.host_us == pytest.approx((2 if scan else 1) * LAYERS * VALUE / 8 * PER_BYTE)
+    assert found.host_us == pytest.approx((2 * LAYERS - 1 if scan else LAYERS) * VALUE / 8 * PER_BYTE)
 
 
 def test_a_device_transfers_its_shard_of_each_value():
     one, all_names = estimate(2048), estimate(2048, names=("input", "hidden"), words="tp:8")
     # Under tp:8 the input is whole on every device; of the hidden value each device has an eighth.
-    assert all_names.host_traffic_bytes == pytest.approx(2 * LAYERS * (VALUE + 2 * VALUE / 8))
-    assert one.host_traffic_bytes == pytest.approx(2 * LAYERS * VALUE / 8)
+    assert all_names.host_traffic_bytes == pytest.approx((2 * LAYERS - 1) * (VALUE + 2 * VALUE / 8))
+    assert one.host_traffic_bytes == pytest.approx((2 * LAYERS - 1) * VALUE / 8)
 
 
 def test_compute_of_the_same_loop_hides_transfers():
     """With a large hidden size compute is longer than the transfers, with a small one it is not."""
     large, small = estimate(16_384), estimate(128)
     assert large.host_us == small.host_us
-    first = VALUE / 8 * PER_BYTE  # what the first iteration of the backward loop needs
-    assert large.host_exposed_us == pytest.approx(first) and first < small.host_exposed_us < small.host_us
+    assert large.host_exposed_us == 0 < small.host_exposed_us < small.host_us
     unrolled = estimate(16_384, scan=False)
     assert unrolled.host_exposed_us == 0
     alone = estimate(128, words="dp:1", target="v5e:1x1")  # no collectives
     assert alone.step_time_us == pytest.approx(alone.compute_us + alone.host_exposed_us)
     assert alone.host_exposed_us > 0
+
+
+def test_nothing_hides_the_first_fetch_of_a_loop_that_takes_a_stack_from_outside():
+    """Its slices are inputs of the step, so no loop has kept the first one."""
+
+    def sums(stack, w):
+        def body(x, h):
+            return jnp.tanh(x @ w) @ w.T + jax.device_put(h, DEVICE) @ w @ w.T, None
+
+        return jax.lax.scan(body, jnp.zeros((ROWS, WIDTH)), stack)[0]
+
+    place = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P(), memory_kind="pinned_host")
+    stack = jax.ShapeDtypeStruct((LAYERS, ROWS, WIDTH), "float32", sharding=place)
+    found = plan(sums, stack, jax.ShapeDtypeStruct((WIDTH, 65_536), "float32"), target=TARGET, plan="dp:8").estimate
+    assert found.host_us == pytest.approx(LAYERS * VALUE / 8 * PER_BYTE)
+    assert found.host_exposed_us == pytest.approx(VALUE / 8 * PER_BYTE)
 
 
 def test_on_a_gpu_nothing_hides_transfers():
@@ -86,16 +102,15 @@ def test_on_tpu7x_compute_hides_transfers_to_the_host_alone():
     target = "tpu7x:2x2x1"
     one_way = LAYERS * VALUE / 8 / (find_target(target).chip.host_bandwidth * HOST_BANDWIDTH_REACHED) * 1e6
     found = estimate(16_384, target=target)
-    assert found.host_us == pytest.approx(2 * one_way)
-    assert one_way < found.host_exposed_us < 2 * one_way
+    assert found.host_us == pytest.approx((2 - 1 / LAYERS) * one_way)
+    assert one_way < found.host_exposed_us < (2 - 1 / LAYERS) * one_way
 
 
 def test_the_forward_loop_does_not_hide_transfers_of_the_backward_loop():
     """The loops' exposed parts add up: each is its own transfers less its own compute."""
     found = estimate(128)
-    one_way = LAYERS * VALUE / 8 * PER_BYTE
-    assert found.host_exposed_us > 2 * one_way - found.compute_us  # less would be hidden if all compute hid all
-    assert found.host_exposed_us <= 2 * one_way
+    both = (2 * LAYERS - 1) * VALUE / 8 * PER_BYTE
+    assert both - found.compute_us < found.host_exposed_us <= both  # less would be exposed if all compute hid all
 
 
 def test_no_host_memory_costs_nothing():

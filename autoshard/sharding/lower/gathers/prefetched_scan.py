@@ -106,6 +106,5 @@ def prefetched_scan(
         return (following, out[: len(init)], after), out[len(init) :]
 
     first = jnp.asarray(length - 1 if is_reversed else 0, jnp.int32)
-    state, avals = (first, list(init), gathered(first)), lowering.layout.axes.program.avals
-    (_, carry, _), ys = scan_with_host_stacks(op, avals, body, state, list(xs), on_tpu=lowering.on_tpu)
+    (_, carry, _), ys = scan_with_host_stacks(lowering, op, body, (first, list(init), gathered(first)), list(xs))
     return [*carry, *ys]

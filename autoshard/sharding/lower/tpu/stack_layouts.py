@@ -60,7 +60,7 @@ def pinned_slices(lowering: BodyLowering, op: Op, count: int, slices: list[Any])
     """
     layout, avals = lowering.layout, lowering.layout.axes.program.avals
     weights = layout.axes.parameter_aliases, layout.roles.computed_weights
-    if not lowering.on_tpu or not any(_compat.is_on_host(avals[v]) for v in op.operands[count:] if v >= 0):
+    if lowering.tpu is None or not any(_compat.is_on_host(avals[v]) for v in op.operands[count:] if v >= 0):
         return slices
 
     def pinned(value: int, x: Any) -> Any:
@@ -83,7 +83,7 @@ def pinned_results(lowering: BodyLowering, op: Op, args: list[Any]) -> list[Any]
         args: its operands.
     """
     layout, program = lowering.layout, lowering.layout.axes.program
-    if not lowering.on_tpu:
+    if lowering.tpu is None:
         return args
     if program not in _sent:
         _sent[program] = frozenset(_stacked_on_host(program))
