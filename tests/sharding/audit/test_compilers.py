@@ -88,7 +88,10 @@ def test_remarks_of_the_tpu_compiler():
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_layers_that_wait_on_the_host_of_a_tpu():
-    """Each layer's input leaves in the forward loop and comes back in the backward loop, as planned."""
+    """Each layer's input leaves in the forward loop and comes back in the backward loop, as planned.
+
+    That of the last layer stays on the device. The last fetch, in the last iteration, has no use.
+    """
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
     )
@@ -108,15 +111,14 @@ def test_layers_that_wait_on_the_host_of_a_tpu():
     assert audit.ok, audit.message
     one = 64 * ROWS * WIDTH * 2 / 4
     assert {(t.bytes, t.to_host) for t in audit.transfers} == {(one, True), (one, False)}
-    assert sum(t.trips for t in audit.transfers) == 2 * LAYERS
-    assert audit.host_traffic_bytes == made.estimate.host_traffic_bytes == 2 * LAYERS * one
+    assert {t.to_host: t.trips for t in audit.transfers} == {True: LAYERS - 1, False: LAYERS}
+    assert audit.host_traffic_bytes == made.estimate.host_traffic_bytes == (2 * LAYERS - 1) * one
     assert audit.host_bytes == made.estimate.host_memory_bytes == LAYERS * one
-    assert audit.peak_bytes == audit.memory["device"] == pytest.approx(made.estimate.peak_memory_bytes, rel=0.2)
-    # XLA peels the last layer, whose input goes out and straight back.
-    assert [bool(t.distance) for t in audit.transfers if t.trips > 1] == [True, True] and audit.host_us
+    assert audit.peak_bytes == audit.memory["device"] == pytest.approx(made.estimate.peak_memory_bytes, rel=0.3)
+    assert all(t.distance for t in audit.transfers) and audit.host_us
     times = audit.compute_us, audit.exposed_us, audit.host_exposed_us
     assert audit.step_time_us == pytest.approx(sum(us or 0.0 for us in times)) and audit.host_exposed_us
-    assert f"host memory: {2 * LAYERS} transfers per step" in str(audit)
+    assert f"host memory: {2 * LAYERS - 1} transfers per step" in str(audit)
 
 
 @pytest.mark.cuda_compile

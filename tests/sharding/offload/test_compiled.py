@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +12,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from autoshard import plan
+from autoshard.sharding.audit import compile_job, export_plan
+from autoshard.sharding.planner.bound_plan import bound_or_error
 
 LAYERS, EMBED, FFN, ROWS = 6, 256, 512, 8192
 
@@ -46,6 +50,69 @@ def test_residuals_of_stages_wait_on_the_host() -> None:
     assert audit.peak_bytes < without - 5 * value
 
 
+def layers_step() -> tuple[Any, ...]:
+    """A step of scanned layers that keep `context`, and the shapes of its arguments."""
+    width, hidden, rows = 2048, 7168, 131_072
+    square = ("query", "key", "out")
+    sizes = dict.fromkeys(square, (width, width)) | {"gate": (width, hidden), "up": (width, hidden)}
+    params = {
+        name: jax.ShapeDtypeStruct((LAYERS, *size), "bfloat16")
+        for name, size in {**sizes, "down": (hidden, width)}.items()
+    }
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("context"))
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        x = x + checkpoint_name(jnp.tanh(x @ w["query"]) @ w["key"], "context") @ w["out"]
+        return x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"], None
+
+    def step(params: Any, x: jax.Array) -> Any:
+        loss = lambda params: jnp.mean(jax.lax.scan(layer, x, params)[0].astype("float32") ** 2)  # noqa: E731
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    return step, params, jax.ShapeDtypeStruct((rows, width), "bfloat16")
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("offload", ["residual", "context", "residual+context"])
+def test_the_last_layer_stays_on_the_device(offload: str) -> None:
+    """The device waits for no transfer, and the loops copy no value from one place of its memory to another."""
+    values = len(offload.split("+"))
+    made = plan(*layers_step(), target="v5e:2x4", plan="fsdp:8", offload=offload, donate_argnums=0)
+    audit = made.verify(until="schedule")
+    one = 131_072 * 2048 * 2 / 8
+    assert sorted((t.to_host, t.trips, t.bytes) for t in audit.transfers) == sorted(
+        [(True, LAYERS - 1, one), (False, LAYERS, one)] * values
+    )
+    assert audit.host_exposed_us == made.estimate.host_exposed_us == 0
+    assert audit.host_traffic_bytes == made.estimate.host_traffic_bytes == (2 * LAYERS - 1) * values * one
+    assert audit.peak_bytes == pytest.approx(made.estimate.peak_memory_bytes, rel=0.12)
+    job = export_plan(bound_or_error(made.bound).executable, made.compiler_options["tpu"])
+    loops, entry, _ = compile_job(job, until="schedule").text.partition("\nENTRY ")
+    assert entry and not re.findall(r"= bf16\[(?:1,)?16384,2048\]\S* copy\(", loops)
+
+
+@pytest.mark.tpu_compile
+def test_a_fetch_that_would_be_late_is_ahead() -> None:
+    """Without recomputation, the input of a layer is needed late. The compute before that is shorter than the fetch."""
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.lax.scan(layer, x, params)[0].astype("float32") ** 2)
+
+    params = {
+        "up": jax.ShapeDtypeStruct((LAYERS, 1024, 4096), "bfloat16"),
+        "down": jax.ShapeDtypeStruct((LAYERS, 4096, 1024), "bfloat16"),
+    }
+    x = jax.ShapeDtypeStruct((32_768, 1024), "bfloat16")
+    audit = plan(jax.grad(loss), params, x, target="v5e:2x2", plan="fsdp:4", offload="residual").verify(
+        until="schedule"
+    )
+    (fetch,) = [t for t in audit.transfers if not t.to_host]
+    assert fetch.trips == LAYERS and fetch.exposed_us == 0 and fetch.compute_us > fetch.us / LAYERS
+
+
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_the_inputs_of_layers_wait_on_the_host() -> None:
@@ -66,8 +133,8 @@ def test_the_inputs_of_layers_wait_on_the_host() -> None:
     assert audit.host_bytes == made.estimate.host_memory_bytes == stack
     sent = [t for t in audit.transfers if t.to_host]
     back = [t for t in audit.transfers if not t.to_host]
-    assert sum(t.bytes * t.trips for t in sent) == stack
-    assert sum(t.bytes * t.trips for t in back) == stack + stack / LAYERS, "each iteration fetches for the next one"
+    assert sum(t.bytes * t.trips for t in sent) == stack - stack / LAYERS, "the last layer stays on the device"
+    assert sum(t.bytes * t.trips for t in back) == stack, "each iteration fetches for the next one"
     assert {t.name.partition(".")[0] for t in audit.transfers} >= {"dynamic-slice-start", "dynamic-update-slice-start"}
     scheduled = made.verify(until="schedule")
     transfers = [[(t.name, t.bytes, t.trips, t.to_host) for t in each.transfers] for each in (scheduled, audit)]
