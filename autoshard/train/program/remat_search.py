@@ -185,7 +185,7 @@ class _Probes:
                 found.append(Priced(remat, count, time_us, full.peak_memory_bytes + more))
         alone = {name: self.alone[name][words] for name in self.names if words in self.alone[name]}
         values = {
-            name: Part(base.step_time_us - self._kept_us(p), p.host_traffic_bytes / 2) for name, p in alone.items()
+            name: Part(base.step_time_us - self._kept_us(p), p.host_bytes * self.first) for name, p in alone.items()
         }
         parts = Parts(
             full.step_time_us, full.peak_memory_bytes, full.compute_us, values, count,
@@ -205,7 +205,7 @@ class _Probes:
 
     def _kept_us(self, offloaded: StrategyPrice) -> float:
         """The step time if the values on the host were kept: without the time on the link and without the copies."""
-        copies_us = offloaded.host_traffic_bytes * self.copy_us_per_byte
+        copies_us = 2 * offloaded.host_bytes * self.first * self.copy_us_per_byte  # of all microbatches, both ways
         return offloaded.step_time_us - offloaded.host_exposed_us - copies_us
 
     def _partly_offloaded(self, parts: Parts, choice: Choice) -> Iterator[Priced]:
