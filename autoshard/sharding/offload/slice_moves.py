@@ -130,17 +130,19 @@ def _arity(scan: Op) -> tuple[int, int]:
 
 
 def _pairs(program: Program) -> Iterator[tuple[Op, int, Op, int]]:
-    """Yield the stacks that a scan makes and that only one other scan, in the other direction, takes.
+    """Yield the stacks in host memory that a scan makes and that only one other scan, in the other direction, takes.
 
     Yields:
         The first scan and the number of its stacked result; the second scan and the number of its stack.
     """
+    if not any(map(_compat.is_on_host, program.avals)):
+        return
     for block in (program.block, *(inner for op in program.ops() for inner in op.blocks)):
         users, outputs = users_of(block.ops), {*block.outputs}
         for maker in [op for op in block.ops if op.name == "scan"]:
             for k, stack in enumerate(maker.results[_arity(maker)[1] :]):
-                takers = users.get(stack, [])
-                if len(takers) != 1 or takers[0].name != "scan" or stack in outputs:
+                takers, is_on_host = users.get(stack, []), _compat.is_on_host(program.avals[stack])
+                if not is_on_host or len(takers) != 1 or takers[0].name != "scan" or stack in outputs:
                     continue
                 one, other = maker.eqn.params, takers[0].eqn.params
                 n = takers[0].operands.index(stack) - sum(_arity(takers[0]))

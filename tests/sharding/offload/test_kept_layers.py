@@ -29,13 +29,13 @@ def kept(made: Plan) -> int:
     return sum(len(moves.ready) for moves in host_moves(program, find_target(made.target).chip).values())
 
 
-def check(step: Callable[..., Any], args: Any, words: str, offload: str, updated: int = 0) -> Plan:
+def check(step: Callable[..., Any], args: Any, words: str, offload: str, updated: int = 0, **options: Any) -> Plan:
     """Check the results of a step that is planned for a TPU against those on one device without offload.
 
     AdamW divides gradients by their size. So the rounding of tiny gradients is visible in parameters, which are the
     first `updated` results.
     """
-    made = plan(step, *args, target=TARGET, plan=words, offload=offload)
+    made = plan(step, *args, target=TARGET, plan=words, offload=offload, **options)
     mesh = jax.make_mesh(made.mesh.axis_sizes, made.mesh.axis_names, axis_types=made.mesh.axis_types)
     program = bound_or_error(made.bound).executable.constrained_program(made.mesh)
     ins, _ = made.shardings(mesh)
@@ -66,6 +66,13 @@ def test_losses_and_gradients_stay_the_same(kind: str, offload: str, count: int,
     words = PLANS[(len(kind) + layers) % len(PLANS)]
     made = check(step_of(kind), arguments(layers), words, offload, updated=3)
     assert kept(made) == count and made.estimate.host_memory_bytes > 0
+
+
+@pytest.mark.parametrize("words", ["fsdp:8", "dp:2 tp:4"])
+def test_microbatches_of_the_planner(words: str) -> None:
+    """The planner's loop over microbatches is around the scans over layers."""
+    made = check(step_of("scan policy"), arguments(3), words, "residual+hidden", updated=3, microbatches=2)
+    assert made.microbatches == 2 and kept(made) == 2
 
 
 @pytest.mark.slow
