@@ -10,11 +10,11 @@ for the fetch before it. The carry waits for the stacks of sent results. A slice
 a `select` into the buffer of the carry. Without the copy, XLA would fetch into that buffer, and only after the last use
 of the slice before. In the last iteration, fetches ahead have no use: they repeat the slice of that iteration.
 
-A scan that keeps results runs its last iteration after the loop. Only the iterations of the loop send these results. The
-values on the device are results of their own, and the scan that takes the stacks begins with them in its carry. Its
-first fetch ahead, in its first iteration, is for the second one. If the carry of the forward loop held the results of
-each iteration instead, XLA would copy the input of each layer. The memory of the stacks in device memory is not set
-before the loop, because XLA would set all of it.
+A scan that keeps results runs its last iteration after the loop, and only the iterations of the loop send these
+results. What is kept is a result of its own, in device memory. The scan that takes the stacks begins with it in its
+carry, and fetches for the second iteration in the first one. If the carry of the first scan held the results of each
+iteration instead, XLA would copy the input of each layer. The stacks in device memory begin with unset memory, because
+XLA would set all of it for a loop that does not fill them.
 
 Compiled for v5e:2x4, eight layers of six matrices under `fsdp:8`, with two values of 64 MiB per layer in host memory,
 take 331 ms instead of 394 (`benchmarks/host_stacks.py`).
