@@ -52,6 +52,7 @@ class HostMoves:
         sent: the results that are sent now.
         ready: the stacks of `ahead` whose first slice another scan keeps.
         kept: the results of which the last iteration's is kept.
+        copied: those in `kept` that an iteration takes, and does not make. What is kept of them is a copy.
     """
 
     now: tuple[int, ...] = ()
@@ -59,6 +60,7 @@ class HostMoves:
     sent: tuple[int, ...] = ()
     ready: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
+    copied: tuple[int, ...] = ()
 
 
 @shown
@@ -156,7 +158,8 @@ def _moves(program: Program, chip: Chip) -> dict[int, HostMoves]:
     for maker, k, taker, n in _pairs(program):
         one, other = found[id(maker)], found[id(taker)]
         if n in other.ahead and loops[id(maker)].can_keep(k):
-            found[id(maker)] = replace(one, kept=(*one.kept, k))
+            copied = (k,) if loops[id(maker)].enters(k) else ()
+            found[id(maker)] = replace(one, kept=(*one.kept, k), copied=(*one.copied, *copied))
             found[id(taker)] = replace(other, ready=(*other.ready, n))
     return {key: moves for key, moves in found.items() if moves != HostMoves()}
 
@@ -206,6 +209,10 @@ class _Loop:
         """The seconds that the fetch of a slice takes; 0 if the bandwidth of the host is unknown."""
         bandwidth = self.chip.host_bandwidth * HOST_BANDWIDTH_REACHED
         return self.nbytes(k) / bandwidth if bandwidth else 0.0
+
+    def enters(self, k: int) -> bool:
+        """Whether a result is an input of the body."""
+        return self.times.enters(self.results[k])
 
     def can_keep(self, k: int) -> bool:
         """Whether the body transfers a result itself, so that it can return the value on the device, too."""

@@ -91,25 +91,40 @@ def test_the_last_layer_stays_on_the_device(offload: str) -> None:
     assert entry and not re.findall(r"= bf16\[(?:1,)?16384,2048\]\S* copy\(", loops)
 
 
-@pytest.mark.tpu_compile
-def test_a_fetch_that_would_be_late_is_ahead() -> None:
-    """Without recomputation, the input of a layer is needed late. The compute before that is shorter than the fetch."""
+def two_products(ffn: int, rows: int, *, recomputed: bool) -> tuple[Any, ...]:
+    """The gradient of scanned layers of two products, and the shapes of its arguments."""
 
     def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
         return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean(jax.lax.scan(layer, x, params)[0].astype("float32") ** 2)
+        body = jax.checkpoint(layer) if recomputed else layer
+        return jnp.mean(jax.lax.scan(body, x, params)[0].astype("float32") ** 2)
 
     params = {
-        "up": jax.ShapeDtypeStruct((LAYERS, 1024, 4096), "bfloat16"),
-        "down": jax.ShapeDtypeStruct((LAYERS, 4096, 1024), "bfloat16"),
+        "up": jax.ShapeDtypeStruct((LAYERS, 1024, ffn), "bfloat16"),
+        "down": jax.ShapeDtypeStruct((LAYERS, ffn, 1024), "bfloat16"),
     }
-    x = jax.ShapeDtypeStruct((32_768, 1024), "bfloat16")
-    audit = plan(jax.grad(loss), params, x, target="v5e:2x2", plan="fsdp:4", offload="residual").verify(
-        until="schedule"
-    )
-    (fetch,) = [t for t in audit.transfers if not t.to_host]
+    return jax.grad(loss), params, jax.ShapeDtypeStruct((rows, 1024), "bfloat16")
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("gather", [None, "prefetch"])
+def test_what_is_kept_does_not_split_the_memory_of_the_backward_loop(gather: str | None) -> None:
+    made = plan(
+        *two_products(4096, 131_072, recomputed=True), target="v5p:2x2x1", plan="fsdp:4", offload="residual",
+        gather=gather,
+    )  # fmt: skip
+    audit = made.verify(until="schedule")
+    assert audit.peak_bytes == pytest.approx(made.estimate.peak_memory_bytes, rel=0.05)
+    assert audit.host_traffic_bytes == made.estimate.host_traffic_bytes
+
+
+@pytest.mark.tpu_compile
+def test_a_fetch_that_would_be_late_is_ahead() -> None:
+    """Without recomputation, the input of a layer is needed late. The compute before that is shorter than the fetch."""
+    made = plan(*two_products(4096, 32_768, recomputed=False), target="v5e:2x2", plan="fsdp:4", offload="residual")
+    (fetch,) = [t for t in made.verify(until="schedule").transfers if not t.to_host]
     assert fetch.trips == LAYERS and fetch.exposed_us == 0 and fetch.compute_us > fetch.us / LAYERS
 
 

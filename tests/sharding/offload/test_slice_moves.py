@@ -130,6 +130,13 @@ def test_slices_that_are_fetched_ahead_are_kept():
     assert len(fetched) == 3 and all(places == (backward, forward) for places in fetched.values())
 
 
+def test_the_input_of_the_last_layer_is_copied():
+    """The other values are made by the last layer. They are not inputs of the loop's body."""
+    (moves,) = [each for each in scans(made(step(BOTH), [BOTH])).values() if each.kept]
+    assert len(moves.copied) == 1 and {*moves.copied} < {*moves.kept}
+    assert scans(made(step(INPUT), [INPUT]))[False].copied and not scans(made(step(LATE), [LATE]))[False].copied
+
+
 @pytest.mark.usefixtures("fast_link")
 def test_slices_that_are_fetched_now_are_not_kept():
     moves = scans(made(step(INPUT, INPUT), [INPUT] * 2))
