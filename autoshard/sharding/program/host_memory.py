@@ -24,21 +24,22 @@ def is_host_transfer(op: Op) -> bool:
     )
 
 
-def fetched_slices(program: Program) -> dict[int, Op]:
+def fetched_slices(program: Program) -> dict[int, tuple[Op, int]]:
     """Return the values that each iteration of a scan copies to the device from a stack in host memory.
 
     Returns:
-        Value in device memory -> its scan.
+        Value in device memory -> its scan, and the number of the stack among those that the scan slices.
     """
-    found: dict[int, Op] = {}
+    found: dict[int, tuple[Op, int]] = {}
     for loop in program.ops():
         if loop.name != "scan":
             continue
-        slices = {tie.inner for tie in loop.edges if tie.stacked}
+        slices = loop.blocks[0].inputs[sum(_compat.scan_arity(loop.eqn.params)) :]
+        number = {v: k for k, v in enumerate(slices) if _compat.is_on_host(program.avals[v])}
         for op in inlined(loop.blocks[0]):
             if is_host_transfer(op):
                 moved = zip(op.operands, op.results, strict=True)
-                found |= {new: loop for old, new in moved if old in slices and _compat.is_on_host(program.avals[old])}
+                found |= {new: (loop, number[old]) for old, new in moved if old in number}
     return found
 
 

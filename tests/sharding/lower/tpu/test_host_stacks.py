@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import autoshard
 from autoshard import _compat
-from autoshard.sharding.lower.tpu.host_stacks import host_moves
+from autoshard.sharding.loops.host_moves import host_moves
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.spmdrules.ir.program import inlined
 from tests.sharding.lower.tpu.loops import loops
