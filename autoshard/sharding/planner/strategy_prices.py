@@ -15,7 +15,6 @@ from autoshard._gc import paused
 from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.fixed_shardings import program_constraints
-from autoshard.sharding.machines.chips import host_limit_bytes
 from autoshard.sharding.machines.device_mesh import MeshLike, find_machine, traced_machine
 from autoshard.sharding.machines.kernel_rules import block_rules
 from autoshard.sharding.machines.option_requests import OptionRequest, read_request
@@ -40,7 +39,7 @@ class StrategyPrice:
         host_exposed_us: the part of `host_us` that compute does not hide; a part of the step.
         host_traffic_bytes: bytes that a device exchanges with its host, in both directions.
         host_bytes: bytes of a device that wait in the host's memory at a time.
-        fits_host: whether a device may use so many (`chips.host_limit_bytes`).
+        fits_host: whether a device may use so many (`Chip.host_limit_bytes`).
     """
 
     step_time_us: float
@@ -109,7 +108,7 @@ class StrategyPrices:
     @property
     def host_limit_bytes(self) -> float:
         """A device's share of its host's memory; infinite if unknown."""
-        return host_limit_bytes(self.problem.machine.target.chip)
+        return self.problem.machine.target.chip.host_limit_bytes
 
     @property
     def platform(self) -> str:
