@@ -86,6 +86,6 @@ def peak(name, remat, words):
 
 
 def test_the_peak_of_groups_of_layers_is_that_of_the_compiled_program():
-    """Compiled with libtpu 0.0.42.1: 75.98 GiB. Each layer computes the gradients of its experts before the next one."""
+    """Compiled with libtpu 0.0.42.1: 75.98 GiB. Each layer computes its gradients before the next one."""
     kept = ["keep:qkv+context+out_proj"] * 3 + ["keep:context+out_proj"]
     assert peak("mixtral-8x22b", ",".join(kept), "dp:2 fsdp:128") == pytest.approx(75.98, rel=0.05)

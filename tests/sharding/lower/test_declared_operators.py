@@ -71,7 +71,7 @@ def lowered(target):
 
 @pytest.mark.parametrize(("target", "barriers"), [("v5p:2x2x2", 2), ("v6e:2x4", 2), ("h100:8", 0), ("cpu:8", 0)])
 def test_gradients_of_experts_wait_for_each_other_on_tpus(target, barriers):
-    """There is one barrier for each of the two layers in the body of the backward loop, and none in the forward loop."""
+    """The body of the backward loop has a barrier for each of its two layers, that of the forward loop none."""
     jaxpr = jax.make_jaxpr(lowered(target))(*jax.tree.leaves((parameters(), X))).jaxpr
     bodies = [eqn.params["jaxpr"].jaxpr for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
     # The results are the gradients of the tokens, the gates and three matrices.
