@@ -2,7 +2,8 @@
 
     crosses(v)   = an equation of the forward pass makes v, and an equation of the backward pass takes it
     word of v    = a name that `checkpoint_name` gave to v, or to a value that v equals up to casts and reshapes;
-                   `residual`, if v is the carry at the beginning of an iteration of a scan over parameters
+                   `residual`, if v is the carry at the beginning of an iteration of a scan over parameters, and the
+                   program gives this name to no value
 
 In straight code v is a variable of one jaxpr. In scanned code it is an output of the forward scan's body, and the stack
 of all iterations is a result of the forward scan that the backward scan takes slice by slice. The two passes stand in
@@ -128,7 +129,8 @@ class _Level:
         params = eqn.params
         body = _compat.open_jaxpr(params["jaxpr"])
         n_consts, n_carry = _compat.scan_arity(params)
-        carry = body.invars[n_consts : n_consts + n_carry] if self.is_over_parameters(eqn, n_consts + n_carry) else []
+        has_residual = RESIDUAL not in self.found.names and self.is_over_parameters(eqn, n_consts + n_carry)
+        carry = body.invars[n_consts : n_consts + n_carry] if has_residual else []
         canonical, labels = labelled(body, {var: {RESIDUAL} for var in carry})
         stored: dict[Any, list[int]] = defaultdict(list)
         for k, (var, atom) in enumerate(zip(eqn.outvars[n_carry:], body.outvars[n_carry:], strict=True)):
@@ -137,6 +139,9 @@ class _Level:
             source = canonical.get(atom, atom)
             words = self.stacked_words(labels.get(source, ()), eqn)
             if not words or self.is_small(words, source):
+                continue
+            if params["length"] < 2:
+                self.refuse(words, "its scan has one iteration, so the backward pass takes it at once")
                 continue
             if any(not _compat.is_transposed(user) for user in self.users[var]) or var in self.jaxpr.outvars:
                 self.refuse(words, "the forward pass, or a result of the step, uses the stack of all layers too")

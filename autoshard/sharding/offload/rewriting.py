@@ -129,6 +129,7 @@ class Offloader:
 
     def problem_text(self, word: str, found: Crossings) -> str:
         """Why a word moves nothing, and what to do."""
+        carry = f"'{RESIDUAL}'" if RESIDUAL not in found.names else "which needs a name of its own here"
         if not found.has_backward:
             why = "the function has no backward pass. Offload in a function that computes gradients"
         elif word == OPTIMIZER and word not in found.names:
@@ -143,12 +144,12 @@ class Offloader:
         elif any(map(self.read(word).names, found.recomputed)):
             why = (
                 "jax.checkpoint computes it again in the backward pass, so it is not kept. Offload what the "
-                f"checkpointed function takes (of scanned layers: '{RESIDUAL}'), or keep this value with "
+                f"checkpointed function takes (the carry of scanned layers, {carry}), or keep this value with "
                 f"policy=jax.checkpoint_policies.save_only_these_names('{word}')"
             )
         else:
             why = (
                 "the backward pass reads no value of that name. Name a value that it reads, such as the input of a "
-                f"layer; the result of a scanned layer is the next one's input, '{RESIDUAL}'"
+                f"layer; the result of a scanned layer is the next one's input, {carry}"
             )
         return f"offload names '{word}', which moves nothing to the host: {why}"

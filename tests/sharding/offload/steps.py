@@ -20,12 +20,12 @@ def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
     return checkpoint_name(x + hidden @ w["down"], "out"), None
 
 
-def parameters() -> dict[str, jax.Array]:
+def parameters(layers: int = LAYERS) -> dict[str, jax.Array]:
     up, down = jax.random.split(jax.random.key(0))
     return {
-        "up": jax.random.normal(up, (LAYERS, EMBED, FFN)) / 6,
-        "bias": jnp.zeros((LAYERS, FFN)),
-        "down": jax.random.normal(down, (LAYERS, FFN, EMBED)) / 8,
+        "up": jax.random.normal(up, (layers, EMBED, FFN)) / 6,
+        "bias": jnp.zeros((layers, FFN)),
+        "down": jax.random.normal(down, (layers, FFN, EMBED)) / 8,
     }
 
 
@@ -34,7 +34,10 @@ def rows() -> jax.Array:
 
 
 def loss_of(kind: str) -> Callable[[Any, jax.Array], jax.Array]:
-    """The loss of layers that are scanned or unrolled (`unrolled` in `kind`), and recomputed or not."""
+    """The loss of layers that are scanned, from the last one on if `reverse` is in `kind`, or unrolled (`unrolled`).
+
+    They are recomputed if `remat` or `policy` is in `kind`.
+    """
     body = layer
     if "remat" in kind:
         body = jax.checkpoint(layer)
@@ -48,7 +51,7 @@ def loss_of(kind: str) -> Callable[[Any, jax.Array], jax.Array]:
             for n in range(LAYERS):
                 x, _ = body(x, jax.tree.map(lambda w, n=n: w[n], params))
         else:
-            x, _ = jax.lax.scan(body, x, params)
+            x, _ = jax.lax.scan(body, x, params, reverse="reverse" in kind)
         return jnp.mean(x**2)
 
     return loss
@@ -84,6 +87,6 @@ def step_of(kind: str) -> Callable[..., Any]:
     return step
 
 
-def arguments() -> tuple[Any, Any, jax.Array]:
-    params = parameters()
+def arguments(layers: int = LAYERS) -> tuple[Any, Any, jax.Array]:
+    params = parameters(layers)
     return params, OPTIMIZER.init(params), rows()

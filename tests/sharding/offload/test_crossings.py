@@ -96,3 +96,45 @@ def test_an_input_of_the_step_stays() -> None:
 
     found = crossings(jax.grad(loss), jnp.ones((64, 64)), jnp.ones((64, 64)))
     assert not found.nbytes and "an input of the step" in found.reasons["x"][0]
+
+
+def test_a_scan_of_one_layer_moves_nothing() -> None:
+    found = crossings(step_of("scan"), *arguments(1))
+    assert not found.nbytes and "one iteration" in found.reasons["residual"][0] + found.reasons["hidden"][0]
+
+
+def named_loss(name: str, place: str, recomputed: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A loss of scanned layers that give `name` to their input (`place` is "in"), or to a value in the middle."""
+
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        x = checkpoint_name(x, name) if place == "in" else x
+        h = jnp.tanh(x @ w)
+        return x + (checkpoint_name(h, name) if place == "middle" else h) @ w.T, None
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(jax.checkpoint(body) if recomputed else body, x, w)[0] ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "place", "columns"),
+    [("hidden", "middle", 32), ("residual", "in", 32), ("residual", "middle", 64)],  # the carry has 32, the middle 64
+)
+def test_a_users_own_value_with_the_name_of_the_carry_moves_alone(
+    name: str, place: str, columns: int, recomputed: bool
+) -> None:
+    """The carry of the layers is `residual` only if the program names no value so."""
+    found = crossings(jax.grad(named_loss(name, place, recomputed)), jnp.ones((3, 32, 64)), jnp.ones((64, 32)))
+    is_kept = columns == 32 or not recomputed
+    assert found.nbytes.get("residual", 0.0) == (4.0 * 3 * 64 * columns if is_kept else 0.0)
+
+
+def test_a_name_in_another_part_of_the_program_is_the_users_too() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        x = checkpoint_name(jnp.sin(x), "residual")
+        return named_loss("hidden", "middle", recomputed=True)(w, x @ w[0] @ w[0].T)
+
+    found = crossings(jax.grad(loss), jnp.ones((3, 32, 64)), jnp.ones((64, 32)))
+    assert found.nbytes == {"residual": 4.0 * 64 * 32}

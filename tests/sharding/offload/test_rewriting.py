@@ -165,6 +165,21 @@ def test_a_word_that_moves_nothing_is_a_warning(kind: str, word: str, reason: st
     assert not made.offload
 
 
+def test_a_recomputed_value_with_the_name_of_the_carry_is_a_warning() -> None:
+    """The carry has no word then, and it stays on the device."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return x + checkpoint_name(jnp.tanh(x @ w["up"]), "residual") @ w["down"], None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    params = {name: w for name, w in arguments()[0].items() if name != "bias"}
+    with pytest.warns(AutoshardWarning, match="the carry of scanned layers, which needs a name of its own here"):
+        made = plan(jax.grad(loss), params, rows(), plan="fsdp:8", offload="residual")
+    assert not made.offload
+
+
 def test_the_optimizers_state_must_be_an_argument() -> None:
     def step(params: Any, x: jax.Array) -> Any:
         return jax.tree.map(lambda w: w - jnp.mean(x) * jnp.sum(jax.grad(lambda w: jnp.sum(w**2))(w)), params)
