@@ -71,7 +71,7 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         ),
         (
             ["plan", "gpt-tiny", "--target", "cpu:8", "--offload", "residual@2"],
-            "offload has 'residual@2'; write a slice over the layers after the name, such as 'residual@::2'",
+            "offload has 'residual@2'; write a name and a slice over layers, such as 'residual@::2' for every",
         ),
         (["plan", "--overlap", "wq"], "overlap has 'wq'; write PATH:KIND=on or off, such as 'experts/*:gather=off'"),
         (
@@ -141,7 +141,14 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["plan", "gpt-tiny", "--offload", "residul"], "error: offload is 'residul'; 'residul' is not a named value"),
         (["plan", "gpt-tiny", "--offload", "qkv", "--remat", "full"], "offload is 'qkv' and remat is 'full'; both say"),
         (["plan", "wide-resnet-tiny", "--offload", "qkv"], "the layers of wide-resnet-tiny have no named values"),
-        (["plan", "--offload", "residul"], "'residul' is not a named value. Give none, auto, or names"),
+        (
+            ["plan", "gpt-tiny", "--offload", "auto+optimizer"],
+            "'auto' must stand alone. 'auto' may move the optimizer's",
+        ),
+        (["plan", "gpt-tiny", "--offload", "residual@1:"], "or write the layers out with --set scan_layers=False"),
+        (["plan", "gpt-tiny", "--plan", "pp:2", "--offload", "qkw"], "'qkw' is not a named value"),
+        (["plan", "gpt-tiny", "--kernels", "on"], "--kernels is 'on'; it must be 'off' or 'auto' or 'require'"),
+        (["plan", "--offload", "residul"], "'residul' is not a named value. Give none, auto, optimizer, or names"),
         (["plan", "gpt-tiny", "--set", "norm_eps=NaN"], "norm_eps is nan; it must be a finite number above 0"),
         (["plan", "gpt-tiny", "--set", "bogus=1"], "error: gpt-tiny: GPTConfig has no field 'bogus'"),
         (["plan", "gpt-tiny", "--set", "layers=2", "--set", "layers=4"], "--set names 'layers' twice"),

@@ -113,13 +113,19 @@ def test_unstacked_layers_are_searched_as_stacked_ones():
 @pytest.mark.parametrize(
     ("model", "how", "said"),
     [
-        ("gpt-tiny", {"offload": "residul"}, "'residul' is not a named value. Give none, auto, or names"),
+        ("gpt-tiny", {"offload": "residul"}, "'residul' is not a named value. Give none, auto, optimizer, or names"),
         (
             "gpt-tiny",
             {"offload": "qkv", "remat": "full"},
             "offload is 'qkv' and remat is 'full'; both say what a layer",
         ),
-        ("wide-resnet-tiny", {"offload": "residual"}, "the layers of wide-resnet-tiny have no named values"),
+        (
+            "wide-resnet-tiny",
+            {"offload": "residual+optimizer"},
+            "the layers of wide-resnet-tiny have no named values. Give auto, none or optimizer",
+        ),
+        ("gpt-tiny", {"offload": "residual@1:"}, "the 2 layers are one scan"),
+        ("gpt-tiny", {"offload": "residual@1:"}, "or write the layers out with --set scan_layers=False"),
     ],
 )
 def test_bad_requests(model, how, said):
@@ -220,13 +226,12 @@ def test_variants_that_fit_only_under_slower_strategies_do_not_end_the_pricing()
     needed = {"keep:qkv": 105.0, "keep:context": 105.0, "keep:mlp_in": 90.0}
     tried: list[str] = []
 
-    def prices(remat: str, microbatches: int) -> Any:
+    def priced(remat: str, microbatches: int) -> Any:
         tried.append(remat)
-        found = {"fast": StrategyPrice(8.0, needed[remat]), "slow": StrategyPrice(9.9, 60.0)}
-        return SimpleNamespace(of=lambda strategies: found)
+        return {"fast": StrategyPrice(8.0, needed[remat]), "slow": StrategyPrice(9.9, 60.0)}
 
     probes: Any = SimpleNamespace(
-        limit=100.0, usable_bytes=100.0, host_limit=math.inf, offloads=False, prices=prices,
+        limit=100.0, usable_bytes=100.0, host_limit=math.inf, offloads=False, priced=priced,
         space=SimpleNamespace(host=()), strategies=["fast", "slow"],
         known=lambda: [Priced("full", 1, 10.0, 50.0)],
         estimated=lambda: [
@@ -244,13 +249,13 @@ def priced_in_turn(needed: dict[str, tuple[float, float, float]]) -> tuple[list[
     """Return the priced variants, and the best one. `needed` has the time, guessed peak and true peak of each."""
     tried: list[str] = []
 
-    def prices(remat: str, microbatches: int) -> Any:
+    def priced(remat: str, microbatches: int) -> Any:
         tried.append(remat)
         time, _, peak = needed[remat]
-        return SimpleNamespace(of=lambda strategies: {"fsdp:8": StrategyPrice(time, peak)})
+        return {"fsdp:8": StrategyPrice(time, peak)}
 
     probes: Any = SimpleNamespace(
-        limit=100.0, usable_bytes=100.0, host_limit=math.inf, offloads=False, strategies=["fsdp:8"], prices=prices,
+        limit=100.0, usable_bytes=100.0, host_limit=math.inf, offloads=False, strategies=["fsdp:8"], priced=priced,
         space=SimpleNamespace(host=()),
         known=lambda: [Priced("full", 1, 10.0, 50.0)],
         estimated=lambda: [
