@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 from autoshard.ckpt import Checkpointer
+from autoshard.cli import main
 from autoshard.commands.plan import plan_train_step
 from autoshard.errors import AutoshardWarning, ConfigError, PlanError
 from autoshard.sharding.offload.words import AUTO, OPTIMIZER
 from autoshard.sharding.planner.infeasible import DoesNotFitError
+from autoshard.train.config.pretrained_config import PretrainedConfig
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.prefetch import place_batch
 from autoshard.train.inference.trained_model import load_trained
@@ -30,6 +32,7 @@ from autoshard.train.program.saved_state import restore_state
 from autoshard.train.program.step_timing import time_steps
 from autoshard.train.run.loop import Trainer, train
 from autoshard.train.run.metrics import read_metrics
+from tests.models.pretrained.folders import LLAMA, make_folder
 
 MakeConfig = Callable[..., TrainConfig]
 SHAPE: dict[str, Any] = dict(gpt=dict(layers=2, width=64), steps=3)
@@ -135,6 +138,19 @@ def test_a_model_of_the_users_own_gets_all_words(
     assert moved == (set() if offload == "auto" else {"hidden", "mlpwi*", "optimizer"})
     with pytest.raises(PlanError, match="offload names 'hiden', which .* has hidden, mlp_in, optimizer. Use one of"):
         Trainer(make_config(run_dir=tmp_path / "bad", offload="hiden", **shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["decoder_layer_input, optimizer", "qkv+optimizer"])
+def test_a_pretrained_model_gets_all_words(make_config: MakeConfig, tmp_path: Path, offload: str) -> None:
+    """Its first state is read onto the host, too. The layers keep what waits there, by their own policy."""
+    folder = make_folder(tmp_path / "model", {**LLAMA, "vocab_size": 256, "num_hidden_layers": 2})
+    pretrained = PretrainedConfig(folder, remat="keep:qkv" if "qkv" in offload else "full")
+    shape = dict(pretrained=pretrained, steps=3, batch_size=16)
+    assert_same_runs(make_config, tmp_path, offload, **shape)
+    trainer = Trainer(make_config(run_dir=tmp_path / "again", offload=offload, **shape))
+    assert set(trainer.placed.plan.offload) == set(offload.replace(", ", "+").split("+"))
+    assert memory_of(trainer._new_state().opt_state) == {"pinned_host"}
 
 
 @pytest.mark.slow
@@ -278,3 +294,16 @@ def test_auto_moves_nothing_on_other_platforms(target: str) -> None:
     with pytest.raises(DoesNotFitError, match="no plan fits$"):
         within(planned, target)
     assert planned.tried == [()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["fsdp:8", "pp:2 fsdp:4"])
+def test_a_plan_of_a_named_model_that_fits_only_with_state_on_the_host(words: str, capsys: Any) -> None:
+    settings = [f"--set={name}" for name in ("layers=8", "width=512", "heads=4", "ffn=2048")]
+    options = ["--target", "v5e:2x4", "--batch-size", "8", "--plan", words, "--verify", "0"]
+    command = ["plan", "gpt-tiny", *settings, *options, "--memory-limit-bytes", "40000000"]
+    assert main([*command, "--offload", "none"]) == 2
+    capsys.readouterr()
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    assert "so offload='auto' also moves" in table and "optimizer 193 MiB" in table
