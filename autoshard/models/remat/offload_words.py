@@ -60,6 +60,15 @@ def offloaded_names(offload: str) -> tuple[str, ...]:
     return tuple(name for name in NAMED_VALUES if name in found)
 
 
+def value_patterns(offload: str) -> tuple[str, ...]:
+    """Return the words for values of a layer as they are given, but without slices.
+
+    >>> value_patterns("mlp_*, query_proj@::2, optimizer")
+    ('mlp_*', 'query_proj')
+    """
+    return tuple(dict.fromkeys(word.pattern for word, _ in _read(offload)))
+
+
 def globbed_names(offload: str) -> tuple[str, ...]:
     """Return those of `offloaded_names` that only globs select, so that some of them may move nothing.
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.errors import PlanError
-from autoshard.models.remat.offload_words import moves_optimizer, offload_remat, offloaded_names
+from autoshard.models.remat.offload_words import moves_optimizer, offload_remat, offloaded_names, value_patterns
 from autoshard.models.remat.policies import host_names
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import MeshLike, find_machine
@@ -43,8 +43,11 @@ def planner_words(offload: str, remat: str, *, pipelined: bool) -> Words:
         remat: the policy of the layers.
         pipelined: whether the layers run in the stages of a pipeline.
     """
-    values = dict.fromkeys((*offloaded_names(offload), *host_names(remat)) if pipelined else ())
-    return (*values, *((OPTIMIZER,) if moves_optimizer(offload) else ()))
+    state = (OPTIMIZER,) if moves_optimizer(offload) else ()
+    if not pipelined:
+        return state
+    named = offloaded_names(offload)
+    return (*value_patterns(offload), *(name for name in host_names(remat) if name not in named), *state)
 
 
 def planner_offload(config: TrainConfig) -> str | Words | None:

@@ -221,6 +221,16 @@ def test_a_search_moves_what_is_requested_in_every_variant(make_config: MakeConf
 
 
 @pytest.mark.slow
+def test_kernels_of_a_run_change_no_losses(make_config: MakeConfig, tmp_path: Path) -> None:
+    shape = dict(gpt=dict(layers=2, attention="plain"), steps=3)
+    for name, kernels in (("run", "require"), ("plain", "off")):
+        trainer = Trainer(make_config(run_dir=tmp_path / name, kernels=kernels, **shape))
+        assert bool(trainer.placed.plan.kernels) == (name == "run")
+        trainer.run()
+    np.testing.assert_allclose(figures(tmp_path / "run"), figures(tmp_path / "plain"), rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_both_steps_are_timed(make_config: MakeConfig) -> None:
     """The step by hand has its state on the device."""
     timing = time_steps(make_config(offload="optimizer", **SHAPE), 2)

@@ -162,6 +162,33 @@ def test_prices_are_those_of_plans():
     assert prices["fsdp:8"].host_traffic_bytes == pytest.approx(estimate.host_traffic_bytes)
 
 
+def test_prices_with_the_state_of_the_optimizer_on_the_host_are_those_of_plans():
+    step, *shapes = workload_step(SMALL.with_(remat="host:residual"))
+    words: Any = {"offload": ("optimizer",), "kernels": "auto"}
+    found = StrategyPrices(step, tuple(shapes), target="v5e:2x4", donate_argnums=(0,), **words).of(["fsdp:8"])["fsdp:8"]
+    estimate = plan(step, *shapes, **OPTIONS, memory_limit_bytes=10**12, donate_argnums=0, **words).estimate
+    assert found.step_time_us == pytest.approx(estimate.step_time_us)
+    assert found.peak_memory_bytes == pytest.approx(estimate.peak_memory_bytes)
+    assert found.host_traffic_bytes == pytest.approx(estimate.host_traffic_bytes)
+    alone = StrategyPrices(*(workload_step(SMALL.with_(remat="full"))[0], tuple(shapes)), target="v5e:2x4",
+                           donate_argnums=(0,), **words).of(["fsdp:8"])["fsdp:8"]  # fmt: skip
+    without = StrategyPrices(step, tuple(shapes), target="v5e:2x4", donate_argnums=(0,)).of(["fsdp:8"])["fsdp:8"]
+    layers = found.beyond(alone)
+    assert layers.host_traffic_bytes == pytest.approx(without.host_traffic_bytes) and without.host_traffic_bytes > 0
+    assert layers.host_bytes < found.host_bytes and found.beyond(found).host_traffic_bytes == 0
+
+
+@pytest.mark.slow
+def test_the_state_of_the_optimizer_is_on_the_host_in_every_variant():
+    """Under a limit that is too small otherwise. The layers keep what then fits."""
+    limit = 0.9 * min(peak(remat) for remat in ("none", "full", "host:residual"))
+    words = {"offload": ("optimizer",)}
+    search = workload_search(SMALL, {**OPTIONS, "memory_limit_bytes": int(limit), **words}, offload="optimizer")
+    options: dict[str, Any] = {**OPTIONS, "memory_limit_bytes": int(limit), **words}
+    made = plan(*workload_variants(SMALL), **options, variants=search, donate_argnums=0)
+    assert made.fits and set(made.offload) == {"optimizer"} and "host" not in made.variant["remat"]
+
+
 def test_specified_prices_name_the_way_of_attention():
     """A search prices `cp` without a way, and a request for it takes the fastest one: the difference is no saving."""
     step, *shapes = workload_step(SMALL.with_(context=4096, batch_size=2, attention="auto", remat="full"))
