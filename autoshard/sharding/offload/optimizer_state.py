@@ -3,6 +3,8 @@
     optimizer state = state of a floating type that neither the forward nor the backward pass reads, with the shape of a
                       state array that one of them reads: moments, traces, averages of parameters
 
+Small arrays, such as the moments of biases, stay on the device (`constants.py`).
+
 The update runs parameter by parameter: the equations that a new value needs are evaluated together. Optimizers are
 usually written the other way round, as one loop over all parameters for each formula. The update of a stacked parameter
 becomes a loop over its layers (`update_loops`). The moments of other parameters come at the beginning of the step and
@@ -11,11 +13,11 @@ leave at its end, as compilers schedule them, and count as device memory until t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autoshard import _compat
-from autoshard.sharding.offload.constants import SMALLEST_BYTES
+from autoshard.sharding.offload.constants import SMALL_SHARE, SMALLEST_BYTES
 from autoshard.sharding.offload.edits import is_differentiated
 from autoshard.sharding.offload.update_loops import stack_lengths, update_loop
 from autoshard.sharding.program.array_sizes import is_float, nbytes
@@ -40,7 +42,20 @@ def optimizer_state(closed: Any, state: Sequence[tuple[int, int]]) -> list[tuple
             continue
         if aval.shape in shapes and nbytes(aval) >= SMALLEST_BYTES and is_float(aval):
             found.append((i, o))
-    return found
+    sizes = {pair: nbytes(jaxpr.invars[pair[0]].aval) for pair in found}
+    small = _small(sizes)
+    return [pair for pair in found if pair not in small]
+
+
+def _small(sizes: Mapping[tuple[int, int], float]) -> set[tuple[int, int]]:
+    """The smallest arrays: each has less than `SMALL_SHARE` of the bytes of the largest, and together of all bytes."""
+    small: set[tuple[int, int]] = set()
+    total, largest, so_far = sum(sizes.values()), max(sizes.values(), default=0.0), 0.0
+    for pair, size in sorted(sizes.items(), key=lambda item: item[1]):
+        so_far += size
+        if size < SMALL_SHARE * largest and so_far < SMALL_SHARE * total:
+            small.add(pair)
+    return small
 
 
 def update_order(closed: Any, moved: Sequence[tuple[int, int]]) -> list[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -73,3 +75,33 @@ def test_the_inputs_of_layers_wait_on_the_host() -> None:
     transfers = [[(t.name, t.bytes, t.trips, t.to_host) for t in each.transfers] for each in (scheduled, audit)]
     assert sorted(transfers[0]) == sorted(transfers[1])
     assert scheduled.host_us == pytest.approx(audit.host_us) and scheduled.cycles is None
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+def test_the_state_of_the_optimizer_waits_on_the_host() -> None:
+    """The loop over the layers of the update gathers nothing, and moments of biases stay on the device."""
+    optimizer = optax.adamw(1e-3)
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        return x + jax.nn.gelu(x @ w["up"] + w["bias"]) @ w["down"], None
+
+    def step(params: Any, moments: Any, x: jax.Array) -> Any:
+        loss = lambda params: jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)  # noqa: E731
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return optax.apply_updates(params, updates), moments, value
+
+    shapes = {"up": (LAYERS, 2 * EMBED, 4 * FFN), "bias": (LAYERS, 4 * FFN), "down": (LAYERS, 4 * FFN, 2 * EMBED)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    arguments = params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((256, 2 * EMBED), "float32")
+    options: Any = {"target": "v5e:2x2", "plan": "fsdp:4", "donate_argnums": (0, 1)}
+    made = plan(step, *arguments, offload="optimizer", **options)
+    moved = 2 * 2 * LAYERS * 2 * EMBED * 4 * FFN * 4
+    assert made.offload == {"optimizer": moved}
+    audit, without = made.verify(), plan(step, *arguments, **options).verify()
+    assert audit.ok and (audit.wire_bytes or 0) <= 1.02 * (without.wire_bytes or 0), str(audit)
+    for to_host in (True, False):
+        assert sum(t.bytes * t.trips for t in audit.transfers if t.to_host == to_host) == pytest.approx(moved / 4, 0.2)
+    peaks = audit.peak_bytes, made.verify(until="schedule").peak_bytes
+    assert max(peak or math.inf for peak in peaks) < (without.peak_bytes or 0) - 0.5 * moved / 4

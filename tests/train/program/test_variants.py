@@ -13,7 +13,8 @@ from autoshard.commands.plan import plan_train_step
 from autoshard.errors import ConfigError
 from autoshard.train.config import run_directory
 from autoshard.train.config.train_config import TrainConfig
-from autoshard.train.program.planned_step import search_variants, with_offload
+from autoshard.train.program.offloading import with_offload
+from autoshard.train.program.planned_step import search_variants
 from autoshard.train.run.loop import Trainer, train
 from autoshard.train.run.metrics import read_metrics
 
@@ -79,7 +80,6 @@ def test_names_of_offload_set_the_remat_policy(make_config: MakeConfig) -> None:
     ("changes", "said"),
     [
         ({"offload": "residul"}, "'residul' is not a named value"),
-        ({"offload": "auto", "model": "some:model"}, "only the built-in model has named values, not some:model"),
         (
             {"offload": "qkv", "gpt": {"remat": "full"}},
             "offload is 'qkv' and gpt.remat is 'full': both say what a layer",
