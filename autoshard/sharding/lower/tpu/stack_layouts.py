@@ -77,7 +77,8 @@ def pinned_slices(lowering: BodyLowering, op: Op, count: int, slices: list[Any])
 def pinned_results(lowering: BodyLowering, op: Op, args: list[Any]) -> list[Any]:
     """Return the operands of a transfer to host memory, constrained to the layout of the layers.
 
-    Operands stay as they are if no scan stacks the result in host memory, or if the program is not compiled for TPUs.
+    Operands stay as they are if no scan stacks the result in host memory, if they are no activations, or if the program
+    is not compiled for TPUs.
 
     Args:
         lowering: lowers the transfer.
@@ -90,7 +91,9 @@ def pinned_results(lowering: BodyLowering, op: Op, args: list[Any]) -> list[Any]
     if program not in _sent:
         _sent[program] = frozenset(_stacked_on_host(program))
     return [
-        _ordered(lowering, value, x, order_on_host(layout, value)) if value in _sent[program] else x
+        _ordered(lowering, value, x, order_on_host(layout, value))
+        if value in _sent[program] and has_rows(layout, value)
+        else x
         for value, x in zip(op.operands, args, strict=True)
     ]
 
