@@ -316,4 +316,4 @@ def test_a_plan_of_a_named_model_that_fits_only_with_state_on_the_host(words: st
     capsys.readouterr()
     assert main(command) == 0
     table = capsys.readouterr().out
-    assert "so offload='auto' also moves" in table and "optimizer 193 MiB" in table
+    assert "so offload='auto' also moves" in table and "optimizer 192 MiB" in table
