@@ -16,8 +16,8 @@ from types import MappingProxyType
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from autoshard._maxtext_names import MAXTEXT_NAMES
 from autoshard._shown import shown
-from autoshard.sharding.offload.maxtext_names import MAXTEXT_NAMES
 
 
 @shown

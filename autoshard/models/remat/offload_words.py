@@ -13,10 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from autoshard._maxtext_names import aliased_names
 from autoshard.models.remat.named_values import NAMED_VALUES
 from autoshard.models.remat.policies import HOST
 from autoshard.sharding.offload.layer_words import LayerWord, read_layer_word
-from autoshard.sharding.offload.maxtext_names import aliased_names
 from autoshard.sharding.offload.words import AUTO, NONE, OPTIMIZER
 
 FULL = "full"  # of `policies.REMAT_POLICIES`: all values are recomputed

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._maxtext_names import aliased_names
 from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.sharding.offload.constants import SHOWN
 from autoshard.sharding.offload.crossings import Crossings, find_crossings
 from autoshard.sharding.offload.layer_words import LayerWord, read_layer_word
-from autoshard.sharding.offload.maxtext_names import aliased_names
 from autoshard.sharding.offload.optimizer_state import optimizer_state, update_order
 from autoshard.sharding.offload.replay import inlined, replay
 from autoshard.sharding.offload.words import NONE, OPTIMIZER, RESIDUAL, Words
