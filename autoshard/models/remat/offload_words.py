@@ -139,16 +139,16 @@ def _read(offload: str) -> list[tuple[LayerWord, tuple[str, ...]]]:
 def _named(part: str, offload: str) -> tuple[LayerWord, tuple[str, ...]]:
     word = read_layer_word(part)
     names = tuple(filter(word.names, NAMED_VALUES)) or aliased_names(word.names)
-    if word.pattern == OPTIMIZER:
-        raise ValueError(
-            f"offload has {part!r}, but the optimizer's state is not counted in layers: it moves as a whole. Write "
-            f"{OPTIMIZER!r}"
-        )
     if not names:
         known = ", ".join(f"{name} ({', '.join(v.maxtext)})" if v.maxtext != (name,) else name
                           for name, v in NAMED_VALUES.items())  # fmt: skip
+        what = (
+            f"{word.pattern!r} is not a named value"
+            if word.pattern
+            else "it has an empty word, which is not a named value"
+        )
         raise ValueError(
-            f"offload is {offload!r}; {word.pattern!r} is not a named value. Give {NONE}, {AUTO}, {OPTIMIZER}, or "
+            f"offload is {offload!r}; {what}. Give {NONE}, {AUTO}, {OPTIMIZER}, or "
             f"names of a layer's values joined by '+': {known}"
         )
     return word, names

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from autoshard._shown import shown
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
+from autoshard.sharding.offload.words import OPTIMIZER
 
 _AT = "@"
 _GLOB = re.compile(r"[*?\[]")
@@ -66,7 +67,7 @@ def read_layer_word(text: str) -> LayerWord:
     """Read a word.
 
     Raises:
-        PlanError: the text after `@` is not a slice.
+        PlanError: the text after `@` is not a slice, or the word is `optimizer`, whose state has no layers.
 
     >>> word = read_layer_word("residual@::2")
     >>> [number for number in range(6) if word.covers(number, 6)]
@@ -75,6 +76,11 @@ def read_layer_word(text: str) -> LayerWord:
     pattern, at, written = (part.strip() for part in text.partition(_AT))
     if not at:
         return LayerWord(text, pattern, None)
+    if pattern == OPTIMIZER:
+        raise PlanError(
+            f"offload has {short_repr(text)}, but the optimizer's state is not counted in layers: it moves as a whole. "
+            f"Write '{OPTIMIZER}'"
+        )
     return LayerWord(text, pattern, read_slice(text, written))
 
 

@@ -125,13 +125,6 @@ class Offloader:
         """
         given = [self.read(word) for word in words if word != OPTIMIZER or word in self.names]
         unknown = [word for word in given if not any(map(word.names, self.names))]
-        where = f"auto_shard({self.traced.name}): offload"
-        for word in unknown:
-            if word.pattern == OPTIMIZER:
-                raise PlanError(
-                    f"{where} has '{word.text}', but the optimizer's state is not counted in layers: it moves as a "
-                    f"whole. Write '{OPTIMIZER}'"
-                )
         if unknown:
             there = [*self.names, *([OPTIMIZER] if self.optimizer_state else [])]
             more = f", and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
@@ -141,8 +134,8 @@ class Offloader:
                 why += f" '{RESIDUAL}' is the carry of a scan over stacked parameters, and no such carry is kept here."
             texts = [f"'{word.text}'" + _theirs(word) for word in unknown]
             raise PlanError(
-                f"{where} names {' and '.join(texts)}, which the step does not have. {has}{why} "
-                f"Use {'one of them, or ' if there else ''}'{NONE}'"
+                f"auto_shard({self.traced.name}): offload names {' and '.join(texts)}, which the step does not have. "
+                f"{has}{why} Use {'one of them, or ' if there else ''}'{NONE}'"
             )
 
     def partly_text(self, word: str, found: Crossings) -> str:
@@ -160,7 +153,7 @@ class Offloader:
         elif word == OPTIMIZER and word not in found.names:
             why = (
                 "no state has the shape of a parameter and is read by the update alone. Give the optimizer's state as "
-                "an argument, and return its new value"
+                "an argument, and return its new value; without moments, as in SGD, there is none"
             )
         elif found.reasons.get(word):
             why = f"{'; '.join(found.reasons[word])}. Leave it out of offload"
