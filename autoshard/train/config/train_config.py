@@ -15,7 +15,6 @@ from autoshard.models.adapters import LoraConfig
 from autoshard.sharding.offload.words import AUTO
 from autoshard.sharding.pipeline.pipelining import stages_of
 from autoshard.sharding.pipeline.schedule_words import read_schedule
-from autoshard.sharding.program.kernel_records import KernelWord
 from autoshard.train.config import run_directory
 from autoshard.train.config.offload_checks import offload_problems
 from autoshard.train.config.pretrained_checks import pretrained_problems
@@ -136,7 +135,7 @@ class TrainConfig:
     layer before it computes; `sequential` gathers one after another, so that at most two gathered ones are in memory;
     `auto` leaves it to the compiler, or is sequential if nothing else fits. In a pipeline, stages gather their layers
     `once` a step, or in each microbatch (`repeat`); `auto` takes the faster one that fits."""
-    kernels: KernelWord = "off"
+    kernels: Literal["off", "auto", "require"] = "off"
     """Whether kernels take the place of attention that the model computes itself: `auto` replaces what is proven to be
     attention, `require` makes it an error if some is left. The built-in model has its own setting, --gpt.attention."""
     overlap: str | None = None
