@@ -1,8 +1,8 @@
-"""MaxText's names of the values of a decoder layer, as aliases of the names here.
+"""MaxText's names of the values of a decoder layer, and the names of this package for them.
 
-A word of `offload=` selects the step's own names first. A word that matches none of them may be one of MaxText's names,
-and then it selects the value here. Some of MaxText's names stand for a part of such a value: `query_proj` is `qkv`, all
-of it.
+A word of `offload=` selects names of the step first. If it matches none, it may be one of MaxText's names. Then it
+selects the value that this package has for it. Some of MaxText's names stand for a part of that value: `query_proj`
+selects all of `qkv`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MAXTEXT_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mlp_out": ("mlpwo",),
     }
 )
-"""Our name of a value -> its names in MaxText's `remat_policy: custom`, in the order of a layer."""
+"""Name of a value in this package -> its names in MaxText's `remat_policy: custom`, in the order of a layer."""
 
 
 def aliased_names(selects: Callable[[str], bool]) -> tuple[str, ...]:
-    """Return our names of the values of which a word selects one of MaxText's names.
+    """Return the names in this package of the values that a word selects by one of MaxText's names.
 
     Args:
         selects: whether the word selects a name.

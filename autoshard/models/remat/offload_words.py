@@ -1,11 +1,12 @@
-"""The words of `offload` for the models here: which values of a layer, and what else, wait in the host's memory.
+"""The words of `offload` for the models of this package. They say what waits in the host's memory.
 
     offload = "none" | "auto" | word {("+" | ",") word}
     word    = "optimizer" | pattern ["@" slice]           a slice over the layers: "residual@::2" is every second layer
 
-A pattern is a name or a glob over names, such as `mlp_*`. A name is ours or MaxText's (`named_values.NAMED_VALUES`).
-Some of MaxText's names stand for a part of one of our values: `query_proj` is `qkv`, all of it. `optimizer` is the
-optimizer's state. It is no value of a layer, so the planner moves it, and not the layers.
+A pattern is a name or a glob over names, such as `mlp_*`. A name is one of this package or of MaxText
+(`named_values.NAMED_VALUES`). Some of MaxText's names stand for a part of a value here. They select the whole value:
+`query_proj` selects all of `qkv`. `optimizer` is the optimizer's state. The planner moves it. The layers move the named
+values.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ WRITTEN_OUT = "scan_layers=False"  # the setting that writes layers out
 
 
 def moves_optimizer(offload: str) -> bool:
-    """Return whether a text moves the optimizer's state, as far as it says so. `auto` leaves it open.
+    """Return whether a text has the word `optimizer`.
 
     >>> moves_optimizer("residual, optimizer")
     True
@@ -33,7 +34,7 @@ def moves_optimizer(offload: str) -> bool:
 
 
 def names_values(offload: str) -> bool:
-    """Return whether a text other than `auto` has words for values of a layer.
+    """Return whether a text, which is not `auto`, names values of a layer.
 
     >>> names_values("residual, optimizer"), names_values("optimizer")
     (True, False)
@@ -42,10 +43,12 @@ def names_values(offload: str) -> bool:
 
 
 def offloaded_names(offload: str) -> tuple[str, ...]:
-    """Return our names of a layer's values that a text other than `auto` moves to the host, in the order of a layer.
+    """Return the names of the values of a layer that a text moves to the host, in the order of a layer.
+
+    The names are those of this package.
 
     Args:
-        offload: the text.
+        offload: the text; not `auto`.
 
     Raises:
         ValueError: a name is unknown, and the message lists the known ones; a slice is invalid; or `none` or `auto`
@@ -61,7 +64,7 @@ def offloaded_names(offload: str) -> tuple[str, ...]:
 
 
 def value_patterns(offload: str) -> tuple[str, ...]:
-    """Return the words for values of a layer as they are given, but without slices.
+    """Return the words that name values of a layer, as they are written, without their slices.
 
     >>> value_patterns("mlp_*, query_proj@::2, optimizer")
     ('mlp_*', 'query_proj')
@@ -70,7 +73,7 @@ def value_patterns(offload: str) -> tuple[str, ...]:
 
 
 def globbed_names(offload: str) -> tuple[str, ...]:
-    """Return those of `offloaded_names` that only globs select, so that some of them may move nothing.
+    """Return the names of `offloaded_names` that only globs select. Such a name may move nothing.
 
     >>> globbed_names("mlp_*, qkv")
     ('mlp_in', 'mlp_out')
@@ -124,7 +127,7 @@ def _parts(offload: str) -> list[str]:
 
 
 def _read(offload: str) -> list[tuple[LayerWord, tuple[str, ...]]]:
-    """Return the words that name values of a layer, each with our names of these."""
+    """Return the words that name values of a layer, each with the names in this package."""
     parts = _parts(offload)
     if parts == [NONE]:
         return []

@@ -1,11 +1,10 @@
 """Operators with a declared rule run on shards under `shard_map`: by that rule, or by that of another form.
 
-On TPUs, the results of an operator that gives gradients of weights wait for each other in an optimization barrier.
-Nothing in the body of a loop takes such a gradient: it only goes into a stack. Without the barrier, XLA:TPU computes
-the gradients of all layers in the body last, one after another. Until then, their operands stay in memory: those of
-experts are the tokens, the hidden units and their gradients. Compiled with libtpu 0.0.42.1, eight layers of Mixtral
-8x7B, four in the body of a loop, `keep:qkv+context+out_proj` and once `keep:context+out_proj`, 1024 rows of 4096 tokens
-(`benchmarks/gradient_barriers.py`):
+On TPUs, an optimization barrier joins the results of an operator that computes gradients of weights. Nothing in the
+body of a loop takes such a gradient. It only goes into a stack. So without the barrier, XLA:TPU computes the gradients
+of all layers in the body at its end. Until then, it holds their operands. For experts, these are the tokens, the hidden
+units and the gradients of both. Compiled with libtpu 0.0.42.1, eight layers of Mixtral 8x7B with four layers in the
+body and 1024 rows of 4096 tokens (`benchmarks/gradient_barriers.py`):
 
     target        strategy            peak with, without the barrier   roofline with, without
     v5p:4x8x8     dp:2 fsdp:128       14.7, 23.1 GiB                   1178, 1188 ms
@@ -54,7 +53,7 @@ def run_declared(
 
 
 def gives_gradients(op: Op, roles: Roles) -> bool:
-    """Whether an operator computes gradients of weights and a value from which others continue."""
+    """Whether an operator computes gradients of weights, and other results that the backward pass continues with."""
     gradients = [v in roles.gradients for v in op.results]
     return any(gradients) and not all(gradients)
 

@@ -56,7 +56,7 @@ def read_request(given: OptionRequest | None) -> tuple[Part, ...]:
         if isinstance(part, str):
             parts += map(_word, part.split("+") if part else [])
             continue
-        if problems := [_problem(name, value) for name, value in part.items() if _problem(name, value)]:
+        if problems := [problem for item in part.items() if (problem := _problem(*item))]:
             raise PlanError("; ".join(problems))
         parts.append(dict(part))
     return tuple(parts)

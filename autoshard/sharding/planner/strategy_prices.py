@@ -23,6 +23,7 @@ from autoshard.sharding.offload.words import Words
 from autoshard.sharding.plan.gather_words import read_gather
 from autoshard.sharding.plan.memory_doubt import usable_bytes
 from autoshard.sharding.plan.overlap_words import OverlapRequest, read_overlap
+from autoshard.sharding.planner.constants import ROUNDING
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.program.kernel_records import KernelWord
 from autoshard.sharding.program.tracing import trace
@@ -179,7 +180,7 @@ class StrategyPrices:
 
 def _more(a: float, b: float) -> float:
     """By how much `a` exceeds `b`; 0 if that may be a rounding error."""
-    return a - b if a - b > 1e-9 * a else 0.0
+    return a - b if a - b > ROUNDING * a else 0.0
 
 
 def _price(candidate: Candidate) -> StrategyPrice:

@@ -1,4 +1,4 @@
-"""The words of `offload`: our names, MaxText's, and what is wrong with a text."""
+"""The words of `offload`: names of this package, names of MaxText, and wrong words."""
 
 import re
 

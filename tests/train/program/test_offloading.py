@@ -45,7 +45,7 @@ def figures(run_dir: Path) -> list[float]:
 
 
 def memory_of(tree: Any) -> set[str]:
-    """The memory of the arrays of at least 4 KiB, which are worth a transfer."""
+    """The memory kinds of all arrays of at least 4 KiB. Smaller arrays are not moved."""
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.size * leaf.dtype.itemsize >= 4096}
 
 
@@ -59,7 +59,7 @@ def assert_same_runs(make_config: MakeConfig, tmp_path: Path, offload: str, **sh
 
 
 def test_the_state_of_the_optimizer_stays_on_the_host(make_config: MakeConfig, tmp_path: Path) -> None:
-    """From the first state on, after each step, after a restore, and on another mesh."""
+    """The state waits on the host from the beginning, after each step, and after a restore on another mesh."""
     given = make_config(offload="optimizer", **SHAPE)
     trainer = Trainer(given)
     placed = trainer.placed
@@ -123,7 +123,7 @@ def test_the_plan_and_its_page_say_what_waits_on_the_host(make_config: MakeConfi
 def test_results_are_those_without_offload(
     make_config: MakeConfig, tmp_path: Path, offload: str, changes: dict[str, Any]
 ) -> None:
-    """Also with averages of parameters, which wait on the host, and which the evaluation takes."""
+    """Averages of parameters wait on the host, too. The evaluation reads them."""
     assert_same_runs(make_config, tmp_path, offload, **SHAPE | changes)
 
 
@@ -143,7 +143,7 @@ def test_a_model_of_the_users_own_gets_all_words(
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", ["decoder_layer_input, optimizer", "qkv+optimizer"])
 def test_a_pretrained_model_gets_all_words(make_config: MakeConfig, tmp_path: Path, offload: str) -> None:
-    """Its first state is read onto the host, too. The layers keep what waits there, by their own policy."""
+    """Its first state is read into host memory. The policy of its layers says which values wait there."""
     folder = make_folder(tmp_path / "model", {**LLAMA, "vocab_size": 256, "num_hidden_layers": 2})
     pretrained = PretrainedConfig(folder, remat="keep:qkv" if "qkv" in offload else "full")
     shape = dict(pretrained=pretrained, steps=3, batch_size=16)
@@ -155,7 +155,7 @@ def test_a_pretrained_model_gets_all_words(make_config: MakeConfig, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_resumed_run_may_move_something_else(make_config: MakeConfig, tmp_path: Path) -> None:
-    """On the same devices, its plan is made anew, because that of the checkpoint moves other state."""
+    """The checkpoint's plan moves other state. So the run is planned again, although its devices are the same."""
     given = make_config(offload="optimizer", plan=None, mesh=None, **SHAPE)
     train(given)
     kept = Trainer(replace(given, resume=True, steps=4))
@@ -260,7 +260,7 @@ def test_bad_words(make_config: MakeConfig, changes: dict[str, Any], said: str) 
 
 
 class Planned:
-    """A planner of which only some words fit. It warns of plans that do not, or raises an error."""
+    """A planner for which only plans with some words fit. For other words it warns or raises an error."""
 
     def __init__(self, fitting: Sequence[str], raises: bool):
         self.fitting, self.raises, self.tried = fitting, raises, []

@@ -152,7 +152,7 @@ def test_virtual_devices(
 def test_the_state_of_the_optimizer_waits_on_the_hosts_of_two_processes(
     make_config: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
-    """Two processes continue what one began, with the losses of a run in one process without offload."""
+    """One process begins a run and two processes continue it. The losses equal those of one process without offload."""
     shape = dict(gpt=dict(heads=4, width=64), ema_decay=0.5, steps=6, checkpoint_every=3, sample_tokens=0)
     config = make_config(run_dir=tmp_path / "run", offload="optimizer", **shape)
     run_together(config, tmp_path, count=1, devices=8, until=3)

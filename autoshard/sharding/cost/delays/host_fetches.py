@@ -1,16 +1,18 @@
-"""The buffers of slices that loops copy from stacks in host memory on a TPU, besides those of the values themselves.
+"""The buffers that slices of stacks in host memory need on a TPU before a loop uses them.
 
-A slice is copied from the start of the iteration that uses it, so it has a buffer before its place in the program.
-A slice that is fetched ahead (`loops.host_moves`) has two more buffers. One is for the next iteration. The other is
-for the first iteration: XLA:TPU copies that slice as soon as the stack is complete, to hide the copy behind what lies
-between the two loops, which is the loss. If the stack is an argument, nothing says how early the copy begins, and none
-is counted.
+The copy of a slice begins when the iteration that uses it begins. So the slice has a buffer before its first use. A
+slice that is fetched ahead (`loops.host_moves`) has two more buffers:
 
-Where the compiler chooses when a loop moves its slices, it fetches all of them ahead.
+    for the next iteration     during the whole loop
+    for the first iteration    from the moment when the stack is complete to the beginning of the loop. XLA:TPU copies
+                               this slice early, so that the loss hides the copy. If the stack is an argument, this
+                               buffer is not counted, because nothing says when the copy begins.
+
+If the compiler chooses when a loop moves its slices, it fetches all of them ahead.
 
 Compiled for v6e:2x4 (libtpu 0.0.42), Llama 3.1 8B with four layers, `fsdp:8`, 24 rows of 8192 tokens, and the input,
-the projections and the attention's output of each layer in host memory holds five such slices, 672 MiB, beside the
-logits. If the attention's own result is in host memory, too, but not the input, only one of 192 MiB is fetched ahead.
+the projections and the attention's output of each layer in host memory holds five such slices beside the logits, 672
+MiB. If the result of attention is there instead of the input, only one slice of 192 MiB is fetched ahead.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from autoshard.spmdrules.ir.program import Op, Program
 def fetch_buffers(
     program: Program, point: Mapping[int, int], birth: Sequence[int], is_written: Callable[[int], bool]
 ) -> list[tuple[int, int, int]]:
-    """Return the buffers, each as a value of its size and the first and the last point at which it is in use.
+    """Return the buffers as (a value of the same size, the first point of its use, the last point of its use).
 
     Args:
         program: the program.

@@ -16,7 +16,7 @@ SLICE = ROWS * WIDTH * 2 / 8  # bytes of a layer's value on one of eight devices
 def temporary_bytes(*host, target="v6e:2x4"):
     """The estimate of a step with two matrices per layer, a large head, and named values in host memory.
 
-    If `early` is there, the backward pass of a layer needs it first, and `input` last.
+    The backward pass of a layer needs `early` first, and `input` last.
     """
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=host, offload_src="device", offload_dst="pinned_host"
