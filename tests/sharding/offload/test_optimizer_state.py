@@ -106,6 +106,7 @@ OPTIMIZERS = {
     "every second step": optax.MultiSteps(optax.adam(1e-2), 2),
     "lion": optax.lion(1e-3),
     "mixed": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "lamb": optax.lamb(1e-2),  # the norm of a whole update scales it
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=128),  # more than any dimension here has
 }
 
@@ -114,6 +115,7 @@ OPTIMIZERS = {
     ("name", "kind"),
     [
         ("clipped adamw", "scan"),
+        ("lamb", "scan"),
         pytest.param("momentum", "unrolled", marks=pytest.mark.slow),
         pytest.param("every second step", "scan", marks=pytest.mark.slow),
         pytest.param("lion", "scan", marks=pytest.mark.slow),
