@@ -189,6 +189,14 @@ def test_the_state_of_the_optimizer_is_on_the_host_in_every_variant():
     assert made.fits and set(made.offload) == {"optimizer"} and "host" not in made.variant["remat"]
 
 
+def test_the_state_of_the_optimizer_does_not_count_as_a_value_of_a_layer():
+    """It moves in every variant, so the traffic of the host says nothing about a name."""
+    words = {"offload": ("optimizer",)}
+    search = workload_search(SMALL, {**OPTIONS, **words}, offload="mlp_out+optimizer", microbatches=1)
+    with pytest.raises(PlanError, match="offload names mlp_out, which no backward pass of a layer reads"):
+        search([])
+
+
 def test_specified_prices_name_the_way_of_attention():
     """A search prices `cp` without a way, and a request for it takes the fastest one: the difference is no saving."""
     step, *shapes = workload_step(SMALL.with_(context=4096, batch_size=2, attention="auto", remat="full"))
