@@ -33,11 +33,12 @@ def losses(run_dir: Path | None) -> list[float]:
 def test_the_search_takes_the_fastest_variant_that_fits(make_config: MakeConfig) -> None:
     free, plan = search_variants(make_config(**SHAPE))
     assert plan_train_step(make_config(**SHAPE)).variants == plan.variants
-    assert (free.gpt.remat, free.microbatches) == ("none", 1)
+    without = plan_train_step(make_config(**SHAPE | {"variants": "given"}))  # it recomputes nothing
+    assert free.microbatches == 1 and plan.estimate.step_time_us <= without.estimate.step_time_us
     peak = plan.estimate.peak_memory_bytes
     tight, plan = search_variants(make_config(memory_limit_bytes=int(peak * 0.7), **SHAPE))
     assert dict(plan.variant) == {"remat": tight.gpt.remat, "microbatches": tight.microbatches}
-    assert plan.fits and (tight.gpt.remat, tight.microbatches) != ("none", 1)
+    assert plan.fits and (tight.gpt.remat, tight.microbatches) != (free.gpt.remat, 1)
 
 
 @pytest.mark.slow
