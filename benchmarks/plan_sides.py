@@ -18,6 +18,8 @@ from recipe_file import Options
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.audit.aot_compile import compile_job, missing_compiler
 from autoshard.sharding.audit.export import export_plan
+from autoshard.sharding.cost import offload_time
+from autoshard.sharding.cost.delays import host_fetches
 from autoshard.sharding.lower.tpu import host_stacks, stack_layouts
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
@@ -104,8 +106,10 @@ def moved_by_compiler() -> Iterator[None]:
 
     Other libraries leave both to it.
     """
-    moves = patch.object(host_stacks, "host_moves", lambda program, chip: {})
-    with moves, patch.object(stack_layouts, "order_on_host", lambda layout, value: ()):
+    with contextlib.ExitStack() as patches:
+        for module in (host_stacks, host_fetches, offload_time):
+            patches.enter_context(patch.object(module, "host_moves", lambda program, chip: {}))
+        patches.enter_context(patch.object(stack_layouts, "order_on_host", lambda layout, value: ()))
         yield
 
 

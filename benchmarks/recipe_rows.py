@@ -11,7 +11,7 @@ from unittest import mock
 
 import common
 from plan_rows import Store
-from plan_sides import Side, side_of, unless_impossible, with_compiled
+from plan_sides import Side, moved_by_compiler, side_of, unless_impossible, with_compiled
 from recipe_file import Entry
 from recipe_settings import Settings, UnavailableError, settings_of
 
@@ -130,10 +130,13 @@ def _link_options(made: Any) -> list[Options]:
 
 
 def own_plan(settings: Settings) -> tuple[Side, Any]:
-    """Plan the recipe's own settings, whether they fit or not. Compute hides what it can under the recipe's options."""
+    """Plan the recipe's own settings, whether they fit or not, as they are compiled.
+
+    Compute hides what it can under the recipe's options, and the compiler moves slices of stacks in host memory.
+    """
     work, words = settings.work, settings.sharding.words
     remat = getattr(work.config, "gpt", work.config).remat
-    with _recipe_options(settings), unless_impossible() as outcome:
+    with _recipe_options(settings), moved_by_compiler(), unless_impossible() as outcome:
         step = workload_step(work, optimizer=settings.optimizer)
         made = plan(*step, target=settings.recipe.machine, plan=words, donate_argnums=0)
         return side_of(made, remat, 1), made

@@ -71,7 +71,7 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         ),
         (
             ["plan", "gpt-tiny", "--target", "cpu:8", "--offload", "residual@2"],
-            "offload has 'residual@2'; write a slice over the layers after the name, such as 'residual@::2'",
+            "offload has 'residual@2'; write a name and a slice over layers, such as 'residual@::2' for every",
         ),
         (["plan", "--overlap", "wq"], "overlap has 'wq'; write PATH:KIND=on or off, such as 'experts/*:gather=off'"),
         (
@@ -141,7 +141,14 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["plan", "gpt-tiny", "--offload", "residul"], "error: offload is 'residul'; 'residul' is not a named value"),
         (["plan", "gpt-tiny", "--offload", "qkv", "--remat", "full"], "offload is 'qkv' and remat is 'full'; both say"),
         (["plan", "wide-resnet-tiny", "--offload", "qkv"], "the layers of wide-resnet-tiny have no named values"),
-        (["plan", "--offload", "residul"], "'residul' is not a named value. Give none, auto, or names"),
+        (
+            ["plan", "gpt-tiny", "--offload", "auto+optimizer"],
+            "'auto' must stand alone. 'auto' may move the optimizer's",
+        ),
+        (["plan", "gpt-tiny", "--offload", "residual@1:"], "or write the layers out with --set scan_layers=False"),
+        (["plan", "gpt-tiny", "--plan", "pp:2", "--offload", "qkw"], "'qkw' is not a named value"),
+        (["plan", "gpt-tiny", "--kernels", "on"], "--kernels is 'on'; it must be 'off' or 'auto' or 'require'"),
+        (["plan", "--offload", "residul"], "'residul' is not a named value. Give none, auto, optimizer, or names"),
         (["plan", "gpt-tiny", "--set", "norm_eps=NaN"], "norm_eps is nan; it must be a finite number above 0"),
         (["plan", "gpt-tiny", "--set", "bogus=1"], "error: gpt-tiny: GPTConfig has no field 'bogus'"),
         (["plan", "gpt-tiny", "--set", "layers=2", "--set", "layers=4"], "--set names 'layers' twice"),
@@ -293,9 +300,40 @@ def test_plan_of_an_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert "microbatches" in capsys.readouterr().out
     assert main(["plan", "own_step:example", "--target", "cpu:4", "--show", "program"]) == 0
     assert "dot_general" in capsys.readouterr().out
+    assert main(["plan", "own_step:example", "--target", "cpu:4", "--kernels", "require"]) == 2
+    assert "kernels='require', but" in capsys.readouterr().err
+    assert main(["plan", "own_step:example", "--target", "cpu:4", "--plan", "fsdp:4", "--offload", "hiden"]) == 2
+    assert "offload names 'hiden', which the step does not have" in capsys.readouterr().err
     for option, value in {"--batch-size": "8", "--context": "8", "--remat": "full", "--set": "layers=2"}.items():
         assert main(["plan", "own_step:example", option, value]) == 2
         assert f"plan 'own_step:example': {option} is for named models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "model", [["gpt-tiny", "--set", "attention=plain"], ["--preset", "quick", "--gpt.attention", "plain"]]
+)
+def test_plan_puts_kernels_in_place_of_attention(model: list[str], capsys: pytest.CaptureFixture) -> None:
+    options = ["--target", "cpu:8", "--plan", "dp:8", "--batch-size", "8"]
+    assert main(["plan", *model, *options, "--kernels", "require"]) == 0
+    assert "kernels: attention at kernels/" in (output := capsys.readouterr().out) and "takes its place" in output
+    assert main(["plan", *model, *options]) == 0
+    assert "takes its place" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("offload", "plan", "moved"),
+    [
+        ("optimizer", "fsdp:8", "optimizer 592 KiB"),
+        ("residual, optimizer", "pp:2 dp:4", "residual 256 KiB, optimizer 592 KiB"),
+        ("mlp_*", "pp:2 dp:4", "mlp_* "),
+    ],
+)
+def test_plan_of_a_named_model_moves_what_is_requested(
+    offload: str, plan: str, moved: str, capsys: pytest.CaptureFixture
+) -> None:
+    options = ["--target", "v5e:2x4", "--batch-size", "16", "--plan", plan, "--verify", "0"]
+    assert main(["plan", "gpt-tiny", *options, "--offload", offload]) == 0
+    assert f"note: moved to host memory in each step, before sharding: {moved}" in capsys.readouterr().out
 
 
 def test_warnings_are_one_line_and_shown_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -703,6 +703,31 @@ def _() -> Any:
         return run("generate", folder, "--prompt", "a")
 
 
+@row('offload="optimizer@::2"', "moves as a whole", "Write 'optimizer'")
+def _() -> Any:
+    return planned(offload="optimizer@::2")
+
+
+@row('offload="mlpwo" in a step without that value', "MaxText's name of mlp_out", "does not have")
+def _() -> Any:
+    return planned(offload="mlpwo")
+
+
+@row('offload="optimizer" of SGD', "moves nothing to the host", "without moments, as in SGD, there is none")
+def _() -> Any:
+    return planned(offload="optimizer")
+
+
+@row('compiler_options={"xla_own": None}', "compiler_options['xla_own'] is None", "leave the option out")
+def _() -> Any:
+    return planned(compiler_options={"xla_own": None})
+
+
+@row("autoshard plan gpt-tiny --offload optimizer, with a comma at the end", "it has an empty word")
+def _() -> Any:
+    return run("plan", "gpt-tiny", "--target", "cpu:8", "--offload", "optimizer,")
+
+
 @row("autoshard rules --coverage nomodule:f", "nomodule")
 def _() -> Any:
     return run("rules", "--coverage", "nomodule:f")

@@ -6,17 +6,17 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from autoshard._shown import shown
 from autoshard.commands.arguments import cannot_write, check_writable
-from autoshard.commands.plan_options.arguments import parse_fixed, parse_path_spec, parse_setting, plan_parser, unique
+from autoshard.commands.plan_options.arguments import parse_fixed, parse_path_spec, plan_parser, unique
+from autoshard.commands.plan_options.named_model import NamedModel
 from autoshard.commands.plan_options.own_step import is_own_step, own_step
 from autoshard.commands.plan_options.verification import verification
 from autoshard.commands.settings import read_settings
-from autoshard.errors import AutoshardError, ConfigError
+from autoshard.errors import ConfigError
 from autoshard.train.config.train_config import TrainConfig
 
 _DESCRIPTION = """Show the plan of a train step: that of a named model, or the one that `autoshard train` runs with the
@@ -103,7 +103,8 @@ def plan_train_step(config: TrainConfig):
     """Plan the train step of a config, from shapes only."""
     import autoshard
     from autoshard.train.program.build import fit_tokenizer, make_program_of, train_step_of
-    from autoshard.train.program.planned_step import plan_options, search_variants, with_offload
+    from autoshard.train.program.offloading import with_offload
+    from autoshard.train.program.planned_step import plan_options, search_variants
     from autoshard.train.program.pretrained import with_dtype_note
     from autoshard.train.step.train_step import batch_shapes
 
@@ -125,7 +126,7 @@ def train_step_text(config: TrainConfig) -> str:
     """Return the traced train step of a config as text."""
     from autoshard.sharding.rewrite.printed_program import function_text
     from autoshard.train.program.build import fit_tokenizer, make_program_of, train_step_of
-    from autoshard.train.program.planned_step import with_offload
+    from autoshard.train.program.offloading import with_offload
     from autoshard.train.step.train_step import batch_shapes
 
     config = with_offload(fit_tokenizer(config))
@@ -141,73 +142,25 @@ def _run_named(arguments: Sequence[str]) -> int:
 
     given = plan_parser().parse_args(current_options(arguments))
     _check_files(given.json, given.html)
-    settings = unique("--set", map(parse_setting, given.set))
-    import jax
-
-    import autoshard
-    from autoshard.models.pretrained.workload import folder_workload
-    from autoshard.models.workloads import WORKLOADS, known_names, workload
-    from autoshard.sharding.pipeline.pipelining import stages_of
-    from autoshard.sharding.rewrite.printed_program import function_text
-    from autoshard.train.program.build import workload_variants
-    from autoshard.train.program.constants import REMATS
-    from autoshard.train.program.workload_search import workload_search
-
     if given.target and not os.environ.get("JAX_PLATFORMS"):
+        import jax
+
         jax.config.update("jax_platforms", "cpu")  # no attached accelerator is needed
     if is_own_step(given.model):
         return _run_own(given, arguments)
-    folder = Path(given.model)
-    if given.model not in WORKLOADS and (folder.name == "config.json" or folder.is_dir()):
-        found = folder_workload(folder)
-    elif given.model not in WORKLOADS:
-        names = known_names(given.model, WORKLOADS).partition("? ")  # all of them only if none is similar
-        own = (
-            "For a model of your own, give a folder with a config.json, or --model package.module:factory; for a step "
-            "of your own, module:function, which returns (step, arguments)"
-        )
-        raise ConfigError(f"unknown model {given.model!r}{names[0]}{'?' if names[1] else '.'} {own}")
-    else:
-        found = workload(given.model)
-    named = {"context": given.context, "batch_size": given.batch_size}
-    remat = {"remat": given.remat} if given.remat is not None else {}
-    try:
-        work = found.with_(**settings, **remat, **{k: v for k, v in named.items() if v is not None})
-    except AutoshardError:
-        raise
-    except ValueError as error:  # its message says which fields are wrong
-        raise ConfigError(f"{given.model}: {error}") from error
+    from autoshard.sharding.rewrite.printed_program import function_text
+
+    model = NamedModel.of(given)
+    step, shapes = model.step()
     options = _plan_options(given)
-    step, *shapes = workload_variants(work)
-    options["schedule"] = given.schedule
-    searched = given.schedule is not None and given.plan is None and given.mesh is None
-    pipelined = searched or stages_of(given.plan) > 1
-    if pipelined:  # the planner cuts the step into microbatches
-        options["microbatches"] = given.microbatches
-        step = partial(step, microbatches=1)
-    given_options = {name: value for name, value in options.items() if value is not None}
-    search = {"remat": [given.remat] if given.remat else list(REMATS)} if pipelined else workload_search(
-        work,
-        given_options,
-        offload=given.offload,
-        remat=settings.get("remat") if given.remat is None else given.remat,
-        microbatches=given.microbatches,
-        numerics=given.allow_numerics,
-    )  # fmt: skip
     if given.explain:
-        _check_explain(given.explain, partial(step, remat="none", microbatches=1), shapes, options["mesh"], given.plan)
+        _check_explain(given.explain, model.plain(step), shapes, options["mesh"], given.plan)
     if given.show:
-        print(function_text(partial(step, remat=given.remat or "none", microbatches=given.microbatches or 1), *shapes))
+        print(function_text(model.shown(step), *shapes))
         return 0
-    plan = autoshard.plan(
-        step,
-        *shapes,
-        donate_argnums=0,
-        variants=search,
-        measure=given.measure,
-        **verification(given.verify, given.verify_timeout_s, options, given.measure),
-        **given_options,
-    )
+    given_options = {name: value for name, value in options.items() if value is not None}
+    how = verification(given.verify, given.verify_timeout_s, options, given.measure)
+    plan = model.plan(step, shapes, given_options, measure=given.measure, **how)
     return show(plan, given.json, given.html, given.explain)
 
 
@@ -224,6 +177,8 @@ def _plan_options(given: argparse.Namespace) -> dict[str, Any]:
         "compiler_options": given.compiler_options or None,
         "gather": given.gather,
         "overlap": given.overlap or None,
+        "kernels": given.kernels,
+        "schedule": given.schedule,
     }
 
 
@@ -236,7 +191,7 @@ def _run_own(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     if given.show:
         print(function_text(step, *values))
         return 0
-    options = _plan_options(given) | own | {"schedule": given.schedule}
+    options = _plan_options(given) | own
     if given.explain:
         _check_explain(given.explain, step, values, options["mesh"], given.plan)
     plan = autoshard.plan(

@@ -74,6 +74,10 @@ CUDNN_FORWARD, CUDNN_CAUSAL_FORWARD, CUDNN_BACKWARD = 600 / 711, 529 / 711, 518 
 # memory traffic. Plans with heads of 64 depend on it; the train steps of that benchmark judge it.
 CUDNN_HEAD_DIM, CUDNN_SOFTMAX_SHARE = 128, 0.38
 
+# The largest heads of cuDNN's attention on GPUs before Hopper, the largest ones from Hopper on, and Hopper's compute
+# capability. Source: what `jax.nn.dot_product_attention` of JAX 0.10.2 checks before it calls the kernels.
+OLDER_HEAD_DIM, HOPPER_HEAD_DIM, HOPPER = 128, 256, 9.0
+
 # --- The choice of an implementation (`kernel_choice`).
 
 # With at least this many keys, `auto` uses the blockwise implementation where no kernel serves. Below, the score matrix

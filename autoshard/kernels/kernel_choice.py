@@ -9,8 +9,15 @@ import jax.numpy as jnp
 
 from autoshard.errors import AutoshardWarning
 from autoshard.kernels.blockwise_attention import Pairs, Softmax
-from autoshard.kernels.constants import BLOCKWISE_KEYS, KERNEL_KEYS, LANES
-from autoshard.kernels.planned_platform import planned_platform, runs_per_shard
+from autoshard.kernels.constants import (
+    BLOCKWISE_KEYS,
+    HOPPER,
+    HOPPER_HEAD_DIM,
+    KERNEL_KEYS,
+    LANES,
+    OLDER_HEAD_DIM,
+)
+from autoshard.kernels.planned_platform import planned_compute_capability, planned_platform, runs_per_shard
 
 Impl = Literal["auto", "plain", "blockwise", "splash", "cudnn"]
 
@@ -93,8 +100,11 @@ def _cudnn(q: Any, k: Any, v: Any, softmax: Softmax, pairs: Pairs, sinks: Any) -
         reasons.append("cudnn takes no mask array here; use causal= and window=")
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
         reasons.append(f"cudnn takes q, k and v in bfloat16 or float16, not {q.dtype}, {k.dtype} and {v.dtype}")
-    if q.shape[-1] % 8 or q.shape[-1] > 128:
-        reasons.append(f"cudnn takes a head_dim that is a multiple of 8 and at most 128, not {q.shape[-1]}")
+    capability = planned_compute_capability()
+    most = HOPPER_HEAD_DIM if capability >= HOPPER else OLDER_HEAD_DIM
+    if q.shape[-1] % 8 or q.shape[-1] > most:
+        on = f" on a GPU of compute capability {capability}" if capability else ""
+        reasons.append(f"cudnn takes a head_dim that is a multiple of 8 and at most {most}{on}, not {q.shape[-1]}")
     if q.shape[1] % 2 or k.shape[1] % 2:
         reasons.append(f"cudnn takes an even number of queries and keys, not {q.shape[1]} and {k.shape[1]}")
     if softmax.soft_cap is not None:

@@ -23,10 +23,12 @@ class Planned(NamedTuple):
     Attributes:
         platform: the JAX platform.
         vector_memory_bytes: the vector memory of a TPU's core; 0 if it is unknown.
+        compute_capability: NVIDIA's version of a GPU's architecture, such as 9.0; 0 if it is unknown.
     """
 
     platform: str
     vector_memory_bytes: int = 0
+    compute_capability: float = 0.0
 
 
 _PLATFORM = jax.make_user_context(None)
@@ -48,6 +50,19 @@ def planned_vector_memory() -> int:
     """Return the bytes of vector memory of a core of the TPU that the program is planned for; 0 if it is unknown."""
     planned: Planned | None = _PLATFORM.value
     return planned.vector_memory_bytes if planned else 0
+
+
+def planned_compute_capability() -> float:
+    """Return the compute capability of the GPU that the program is traced for; 0 if it is unknown.
+
+    >>> with planned_for(Planned("cuda", compute_capability=9.0)):
+    ...     planned_compute_capability()
+    9.0
+    """
+    planned: Planned | None = _PLATFORM.value
+    if planned:
+        return planned.compute_capability
+    return float(getattr(jax.devices()[0], "compute_capability", 0.0)) if planned_platform() == "cuda" else 0.0
 
 
 def runs_per_shard() -> bool:

@@ -13,7 +13,6 @@ import autoshard
 from autoshard.ckpt import Checkpointer
 from autoshard.models import workload
 from autoshard.models.moe import EXPERT_DIMS
-from autoshard.train.program.planned_step import shardings
 from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import make_train_step
@@ -74,7 +73,7 @@ def placed_step(name: str, words: str) -> tuple[Any, Any, Any]:
     like = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        shardings(plan)[0],
+        plan.in_shardings()[0],
     )
     return step, plan, like
 

@@ -7,7 +7,6 @@ import pytest
 
 from autoshard import auto_shard
 from autoshard.ckpt import Checkpointer
-from autoshard.train.program.planned_step import shardings
 from tests.sharding.pipeline.programs import make_step, state, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*devices")
@@ -18,7 +17,7 @@ def test_a_pipelined_state_is_restored_without_a_pipeline_and_back(words, tmp_pa
     pipelined = auto_shard(make_step("auxiliary"), plan=words, microbatches=4, schedule="1f1b")
     other = auto_shard(make_step("auxiliary"), plan="fsdp:8")
     first = state(jnp.float32)
-    staged, whole = (shardings(step.plan(first, tokens()))[0] for step in (pipelined, other))
+    staged, whole = (step.plan(first, tokens()).in_shardings()[0] for step in (pipelined, other))
     specs = [{str(leaf.spec) for leaf in jax.tree.leaves(each)} for each in (staged, whole)]
     assert any("pp" in spec for spec in specs[0]) and not any("pp" in spec for spec in specs[1])
 
@@ -45,7 +44,7 @@ def test_a_pipelined_run_goes_on_without_a_pipeline_and_back(tmp_path):
     with Checkpointer(tmp_path, keep=3) as checkpoints:
         for number in range(4):
             step = steps[number % 2]
-            place = shardings(step.plan(held, tokens()))[0]
+            place = step.plan(held, tokens()).in_shardings()[0]
             if number:
                 like = jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), held, place)
                 held = checkpoints.restore(number, like)

@@ -10,6 +10,7 @@ import autoshard
 from autoshard.errors import AutoshardWarning
 from autoshard.kernels.planned_platform import planned_for, planned_platform
 from autoshard.models.attention import attention
+from autoshard.sharding.machines.device_mesh import traced_machine
 
 
 def shapes(seq=2048, heads=4, kv_heads=2, head_dim=64, dtype=jnp.bfloat16):
@@ -91,6 +92,19 @@ def test_cudnn_says_what_it_lacks(options, message):
         operators(*shapes(), impl="cudnn", **options)
     with planned_for("cuda"), pytest.warns(AutoshardWarning, match=message):
         assert operators(*shapes(), **options) == {"scan"}
+
+
+@pytest.mark.parametrize("target, most", [("a100:8", 128), ("h100:8", 256), ("h200:8", 256), ("b200:8", 256)])
+@pytest.mark.parametrize("head_dim", [128, 136, 256, 264])
+def test_cudnn_takes_larger_heads_from_hopper_on(target, most, head_dim):
+    """Gemma has heads of 256."""
+    args = shapes(head_dim=head_dim)
+    with planned_for(traced_machine(None, target)):
+        if head_dim <= most:
+            assert "scan" not in operators(*args)
+            return
+        with pytest.warns(AutoshardWarning, match=f"a multiple of 8 and at most {most} on a GPU of compute capability"):
+            assert operators(*args) == {"scan"}
 
 
 def test_without_a_plan_a_kernel_needs_one_device_or_shard_map(monkeypatch):

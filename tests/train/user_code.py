@@ -1,7 +1,9 @@
 """Models and data as users of `--model` and `--data` write them, valid and invalid ones."""
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from autoshard.models import GPTConfig, MoE, MoEConfig
 
@@ -40,3 +42,21 @@ def counting(config):
 def words(config):
     """Return something that is not token arrays."""
     return "once", "upon"
+
+
+class Named(nnx.Module):
+    """A network of one hidden layer whose values have names: one of its own, and one as the layers here have."""
+
+    def __init__(self, vocab: int, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(vocab, 32, rngs=rngs)
+        self.up, self.head = nnx.Linear(32, 128, rngs=rngs), nnx.Linear(128, vocab, rngs=rngs)
+
+    def __call__(self, tokens):
+        hidden = checkpoint_name(jnp.tanh(self.up(self.embed(tokens))), "hidden")
+        squared = checkpoint_name(hidden * hidden, "mlp_in")
+        return self.head(squared * squared)
+
+
+def named(*, vocab, rngs):
+    """A factory of a model with named values."""
+    return Named(vocab, rngs)

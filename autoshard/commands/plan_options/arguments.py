@@ -10,6 +10,7 @@ from typing import Any
 from autoshard._typed import read_value
 from autoshard.commands.arguments import AUTO, auto_or_number, parser, verification_or_number
 from autoshard.errors import ConfigError
+from autoshard.sharding.program.kernel_records import WORDS
 
 
 def unique(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -94,9 +95,10 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     options.add_argument(
         "--offload", default="auto", metavar="auto|none|NAMES",
-        help="values of a layer that wait in the host's memory: the best (auto, the default), none, or names, such as "
-        "residual+qkv; what happens to the other values is searched. residual@::2 selects every second layer, and then "
-        "nothing is searched. The error for an unknown name lists the known ones",
+        help="what waits in the host's memory: optimizer, the optimizer's state; values of a layer, by names such as "
+        "residual+qkv, and what happens to the other values is searched; none; or the best (auto, the default). "
+        "residual@::2 selects every second layer, and then nothing is searched. The error for an unknown name lists "
+        "the known ones. For your own step, the words of offload= of auto_shard",
     )  # fmt: skip
     options.add_argument(
         "--allow-numerics", action="store_true",
@@ -141,6 +143,11 @@ def plan_parser() -> argparse.ArgumentParser:
         help="order in which stored parameters are gathered. auto (default): the compiler's order, or sequential if "
         "nothing else fits; prefetch: while the layer before theirs computes; sequential: one after another; once, "
         "repeat: the stages of a pipeline gather their layers once a step, or in each microbatch",
+    )  # fmt: skip
+    options.add_argument(
+        "--kernels", choices=WORDS,
+        help="whether kernels take the place of attention that the step computes itself: off (default), auto, or "
+        "require, which makes it an error if some is left",
     )  # fmt: skip
     options.add_argument(
         "--overlap", action="append", default=[], metavar="PATH:KIND=on|off",

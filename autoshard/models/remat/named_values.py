@@ -16,6 +16,7 @@ from types import MappingProxyType
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from autoshard._maxtext_names import MAXTEXT_NAMES
 from autoshard._shown import shown
 
 
@@ -33,24 +34,18 @@ class NamedValue:
     maxtext: tuple[str, ...]
 
 
+_MEANINGS = {
+    "residual": "the layer's input `[batch, seq, width]`",
+    "qkv": "queries, keys and values as attention takes them: projected, and rotated if positions are rotary",
+    "context": "the result of attention before its output projection, and what blockwise attention keeps of the "
+    "softmax",
+    "out_proj": "the result of attention's output projection",
+    "mlp_in": "the results of the MLP's first products, `up` and `gate`, before the activation function",
+    "mlp_out": "the result of the MLP's last product, `down`",
+}
+
 NAMED_VALUES: Mapping[str, NamedValue] = MappingProxyType(
-    {
-        "residual": NamedValue("the layer's input `[batch, seq, width]`", ("decoder_layer_input",)),
-        "qkv": NamedValue(
-            "queries, keys and values as attention takes them: projected, and rotated if positions are rotary",
-            ("query_proj", "key_proj", "value_proj", "qkv_proj"),
-        ),
-        "context": NamedValue(
-            "the result of attention before its output projection, and what blockwise attention keeps of the softmax",
-            ("context",),
-        ),
-        "out_proj": NamedValue("the result of attention's output projection", ("out_proj",)),
-        "mlp_in": NamedValue(
-            "the results of the MLP's first products, `up` and `gate`, before the activation function",
-            ("mlpwi", "mlpwi_0", "mlpwi_1"),
-        ),
-        "mlp_out": NamedValue("the result of the MLP's last product, `down`", ("mlpwo",)),
-    }
+    {name: NamedValue(meaning, MAXTEXT_NAMES[name]) for name, meaning in _MEANINGS.items()}
 )
 """The named values, in the order in which a layer computes them."""
 

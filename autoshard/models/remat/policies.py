@@ -77,6 +77,29 @@ def recomputes(remat: str, name: str) -> bool:
     )
 
 
+def host_names(remat: str) -> tuple[str, ...]:
+    """Return the names of the values that any layer moves to the host, in the order of a layer.
+
+    >>> host_names("full,host:qkv+residual keep:mlp_in")
+    ('residual', 'qkv')
+    """
+    found = {name for policy in remat_policies(remat) for name in (named_groups(policy) or {HOST: ()})[HOST]}
+    return tuple(name for name in NAMED_VALUES if name in found)
+
+
+def kept_on_device(remat: str) -> str:
+    """Return `remat` with the values that wait on the host kept on the device instead.
+
+    >>> kept_on_device("full,host:residual+qkv keep:mlp_in")
+    'full,keep:residual+qkv+mlp_in'
+    """
+    return ",".join(
+        policy if groups is None else f"{KEEP}:{'+'.join((*groups[HOST], *groups[KEEP]))}"
+        for policy in remat_policies(remat)
+        for groups in [named_groups(policy)]
+    )
+
+
 def checkpoint_policy(policy: str) -> Callable[..., Any] | None:
     """Return the policy of `jax.checkpoint` of a valid policy; None for `none`."""
     groups = named_groups(policy)

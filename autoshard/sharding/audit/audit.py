@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -193,6 +194,9 @@ def _failure(audit: Audit) -> list[str]:
         return []
     message = audit.message.strip().splitlines()[:SHOWN_ENTRIES]
     lines = [FAILURES.get(audit.kind, audit.kind) + ":", *(INDENT + shorten(line, WIDTH) for line in message)]
+    named = [f"{name}={value}" for name, value in audit.options.items() if re.search(rf"\b{name}\b", audit.message)]
+    if audit.kind == "error" and named:
+        lines.append(f"{', '.join(named)} is one of its options: give it another value, or leave it out")
     return [*lines, "the plan is unchanged; the figures below are its estimates"]
 
 

@@ -7,6 +7,11 @@ includes arguments, results and the gaps between buffers. It writes this size to
 
     Memory Space: default (color=0)
     Total bytes: 31410728416 (29.25GiB)
+
+If the program copies values within the host's memory, XLA counts the operands of these copies, too. They are buffers of
+called computations, `thread-local` in the list of allocations, and are subtracted:
+
+    allocation 394: size 100663296, thread-local:
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ from autoshard.sharding.audit.export import CompileJob
 
 HOST = b"pinned_host"  # the name of the host's memory in an exported program
 REPORTS = "*memory-usage-report.txt"
+ALLOCATIONS = "buffer-assignment.txt"  # of the same program as a report
 DEVICE_SPACE = re.compile(r"^Memory Space: default\b.*\nTotal bytes: (\d+)", re.MULTILINE)
+CALLED = re.compile(r"^allocation \d+: size (\d+), thread-local", re.MULTILINE)  # with a color: of another space
 
 
 def uses_host(job: CompileJob) -> bool:
@@ -34,8 +41,15 @@ def dump_flags(folder: Path) -> str:
 
 def device_bytes(folder: Path) -> int:
     """Return the size of the device's memory space in bytes, from a dump of one program; 0 if no report has it."""
-    reports = (file.read_text() for file in folder.glob(REPORTS))
-    return max((int(size) for text in reports for size in DEVICE_SPACE.findall(text)), default=0)
+    return max(map(_size, folder.glob(REPORTS)), default=0)
+
+
+def _size(report: Path) -> int:
+    """The size that a report has, without the buffers of called computations."""
+    found = DEVICE_SPACE.search(report.read_text())
+    listed = report.with_name(report.name.replace("memory-usage-report.txt", ALLOCATIONS))
+    called = CALLED.findall(listed.read_text()) if found and listed.exists() else []
+    return int(found[1]) - sum(map(int, called)) if found else 0
 
 
 def add_device_bytes(result: Path, folder: Path) -> None:

@@ -47,7 +47,11 @@ def fastest_compiled(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
         f"{variant_name(plan)}: {failure_text(audit.kind, audit.message, audit.peak_bytes, limit)}"
         for plan, audit in zip(plans, audits, strict=True)
     )
-    note = f"none of the {len(plans)} best plans compiles for {plans[0].target} and fits ({outcomes})"
+    if len(plans) == 1:
+        what = f"the best plan does not compile for {plans[0].target}, or it does not fit"
+    else:
+        what = f"none of the {len(plans)} best plans compiles for {plans[0].target} and fits"
+    note = f"{what} ({outcomes})"
     return bounds[0].where(audits=tuple(audits), notes=(*plans[0].notes, note))
 
 

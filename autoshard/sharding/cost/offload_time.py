@@ -16,7 +16,7 @@ nothing hides transfers, and the two directions take turns (`machines.constants.
 is exposed.
 
 On TPUs, the program says when loops move slices, so that all compute of an iteration can hide them
-(`offload.slice_moves`). The last iteration of a forward loop does not send what it keeps for the backward loop, and the
+(`loops.host_moves`). The last iteration of a forward loop does not send what it keeps for the backward loop, and the
 first iteration of the backward loop does not wait for it. It waits for its other slices: nothing hides their fetches.
 Slices that are fetched in their own iteration have the same price.
 """
@@ -35,9 +35,9 @@ from autoshard.sharding.cost.equivalence_classes import value_classes
 from autoshard.sharding.cost.stretches import Stretches, StretchTimes
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
+from autoshard.sharding.loops.host_moves import host_moves, kept_slices
 from autoshard.sharding.machines.chips import Chip
 from autoshard.sharding.machines.constants import EXPOSED_TRANSFERS, HOST_BANDWIDTH_REACHED
-from autoshard.sharding.offload.slice_moves import kept_slices
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.core.placement import axes_of
@@ -91,7 +91,7 @@ class HostTraffic:
         self.whole: dict[tuple[int, int, bool], float] = defaultdict(float)
         # (stretch, class of the value) -> bytes that the first iterations of its loop wait for
         self.first: dict[tuple[int, int], float] = defaultdict(float)
-        kept = kept_slices(axes.program, chip) if chip.platform == "tpu" else {}
+        kept = kept_slices(axes.program, host_moves(axes.program, chip)) if chip.platform == "tpu" else {}
         lengths = {each.sent: each.maker.eqn.params["length"] for each in kept.values()}
         starts = _loop_starts(stretches)
         for (op, stretch, n), number in zip(moved, found.numbers.tolist(), strict=True):

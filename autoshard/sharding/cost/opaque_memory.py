@@ -10,9 +10,6 @@ Operands that are gathered for it, and results that are scattered after it, are 
     gathered operand   from the beginning of the operator to the last operator inside that takes it
     scattered result   whole only where it is made: it is scattered before the next one is made
 
-XLA:TPU delays the products of some scattered results. Their operands stay in memory after the operator
-(`delays.delayed_kernels`).
-
 Compiled for tpu7x:2x2x4 (libtpu 0.0.42.1), `fsdp:32`: in the gradients of 256 SwiGLU experts of 7168 x 2048, the three
 gathered matrices are held from the beginning, each to its last product, and the three gradients one after another.
 """
@@ -29,7 +26,7 @@ from autoshard.sharding.cost.constants import MEMORY_CACHE_ENTRIES
 from autoshard.sharding.cost.fusion import Fusion, fuse
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import Shapes, inner_program, masked_groups
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_declared
+from autoshard.sharding.program.operator_kinds import is_declared
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost, declared_costs
 from autoshard.spmdrules.custom_ops.opaque_primitive import one_of_batch
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
@@ -46,8 +43,6 @@ class OpaqueMemory:
         last_uses: for each operand, the last operator inside that needs it; -1 if none does.
         results: for each result, the operator inside that makes it, and the last one that needs it; -1 and -1 if it
             is an operand.
-        reads: for each result that a product computes, the bytes of each of the operator's own values that the product
-            reads; empty for other results.
         costs: the costs of the operators inside it that declare one.
     """
 
@@ -55,17 +50,12 @@ class OpaqueMemory:
     held_bytes: tuple[float, ...]
     last_uses: tuple[int, ...]
     results: tuple[tuple[int, int], ...]
-    reads: tuple[Mapping[int, float], ...] = ()
     costs: tuple[KernelCost, ...] = ()
 
     @property
     def peak_bytes(self) -> float:
         """Peak bytes of its own values."""
         return max(self.held_bytes, default=0.0)
-
-    def read_for(self, results: Iterable[int]) -> float:
-        """Return the bytes of the operator's own values that the products of these results read."""
-        return sum({v: size for each in results for v, size in self.reads[each].items()}.values())
 
     def peak_with(self, gathered: Mapping[int, float], scattered: Mapping[int, float]) -> float:
         """Return the peak bytes of its own values, of gathered operands and of results that are scattered after it.
@@ -104,14 +94,7 @@ def trace_opaque_memory(fn: Callable[..., Any], operands: Shapes, platform: str)
     maker = {v: number for number, op in enumerate(inlined(program.block)) for v in op.results}
     last_uses = tuple([last.get(v, -1) for v in program.block.inputs])
     results = tuple([(maker[v], max(maker[v], last.get(v, -1))) if v in maker else (-1, -1) for v in program.outputs])
-    products = [k for k in fusion.kernels.values() if is_declared(k.op) or k.op.name in CONTRACTIONS]
-    product = {v: k for k in products for v in k.writes}
-    own = fusion.written.difference(program.inputs, program.outputs)
-    reads = tuple([
-        {r: _bytes(program, fusion, [r]) for r in product[v].reads if r in own} if v in product else {}
-        for v in program.outputs
-    ])  # fmt: skip
-    return OpaqueMemory(moved, tuple(held), last_uses, results, reads, tuple(declared))
+    return OpaqueMemory(moved, tuple(held), last_uses, results, tuple(declared))
 
 
 def _declared(op: Op) -> tuple[KernelCost, ...]:

@@ -7,17 +7,16 @@ A value is live from the operator that makes it to the last one that takes it. A
 used inside it is live until the loop ends. Values that XLA computes inside their users are never written (`fusion`);
 their operands stay live instead. Only one shard of a value counts. A result that will be scattered counts while its
 operator runs. A gathered value is kept from the first operator that needs it to the last. Donated state and the carry
-of a loop are updated in place, its initial value too if only the loop takes it. On a TPU, a loop has two buffers for
-each value that an iteration copies from the host, because the copy for the next iteration runs at the same time. One
-that the loop before keeps (`offload.slice_moves`) is live between the two loops. Some values share the buffer of
-another one (`reused_buffers`), and values that XLA merges with equal ones are kept once (`ir.merged_recomputation`). On
-GPUs some products run later than the program says (`delays`), and stacks of parameters have a transposed copy
-(`gathers.transposed_stacks`). On TPUs, parameters that are gathered after their update are held until the end
-(`gathers.gathered_updates`), and gathered nodes of a graph stay whole (`gathers.whole_rows`). Values in host memory
-take no memory of the device (`host_bytes`); there, a loop moves each slice of a stack straight into the stack or out of
-it. Arrays that the function closes over are constants, which every device holds whole. On a TPU an activation is stored
-in tiles of 128 elements along one of its dimensions, the one with the least padding; an operand of a product, along
-none of the product's batch; the result of a declared operator, along its last one (`tiles`).
+of a loop are updated in place, its initial value too if only the loop takes it. On a TPU, slices that a loop copies
+from the host are there early (`delays.host_fetches`). Some values share the buffer of another one (`reused_buffers`),
+and values that XLA merges with equal ones are kept once (`ir.merged_recomputation`). On GPUs some products run later
+than the program says (`delays`), and stacks of parameters have a transposed copy (`gathers.transposed_stacks`). On
+TPUs, parameters that are gathered after their update are held until the end (`gathers.gathered_updates`), and gathered
+nodes of a graph stay whole (`gathers.whole_rows`). Values in host memory take no memory of the device (`host_bytes`);
+there, a loop moves each slice of a stack straight into the stack or out of it. Arrays that the function closes over are
+constants, which every device holds whole. On a TPU an activation is stored in tiles of 128 elements along one of its
+dimensions, the one with the least padding; an operand of a product, along none of the product's batch; the result of a
+declared operator, along its last one (`tiles`).
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.collectives import LiveBuffers
 from autoshard.sharding.cost.delays.delayed_gradients import last_operator, points
+from autoshard.sharding.cost.delays.host_fetches import fetch_buffers
 from autoshard.sharding.cost.equivalence_classes import ValueClasses, distinctly_fixed, value_classes
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.gathers.cast_lookups import cast_lookups
@@ -45,7 +45,6 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import spec_function
 from autoshard.sharding.machines.chips import Chip
 from autoshard.sharding.machines.constants import TPU_LANES
-from autoshard.sharding.offload.slice_moves import fetched_slices
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.placement import Spec, axes_of, shard_count
@@ -125,12 +124,9 @@ class MemoryModel:
         self.casts = {
             v: (ratio, self.point[id(a)], self.point[id(last_operator(b))]) for v, (ratio, a, b) in casts.items()
         }
-        # Values that a loop copies from the host one iteration early; the points at which their first buffer and their
-        # other one are made, and at which the loop ends.
-        self.fetched = [
-            (v, *(self.point[id(op)] for op in (last_operator(maker) if maker else loop, loop, last_operator(loop))))
-            for v, (loop, maker) in (fetched_slices(program, chip) if self.is_tiled else {}).items() if self.written[v]
-        ]  # fmt: skip
+        # Buffers of slices that loops copy from the host, as (value of that size, first point, last point).
+        of_place = self.point, birth, self.written.__getitem__
+        self.fetched = fetch_buffers(program, chip, *of_place) if self.is_tiled else []
         # Value -> the dimensions along which it can have tiles. Values without an entry can have tiles along all.
         self.tiled = self._tiled_dims(program, temporaries.tolist()) if self.is_tiled else {}
         self.placed, self.freed = self._shared_places() if self.is_tiled else (self.keep, self.death)
@@ -377,9 +373,8 @@ class MemoryModel:
         values = self.placed[np.argsort(-local[self.placed], kind="stable")]
         found = [(self.birth[values], self.freed[values], local[values])]
         if self.fetched:
-            some, made, begins, ends = map(np.array, zip(*self.fetched, strict=True))
-            # The buffer of this iteration is live until its value is used, that of the next one until the end.
-            found += [(made, self.birth[some] - 1, local[some]), (begins, ends, local[some])]
+            some, begins, ends = map(np.array, zip(*self.fetched, strict=True))
+            found.append((begins, ends, local[some]))
         if self.casts:
             begins, ends = np.array([points for _, *points in self.casts.values()]).T
             found.append((begins, ends, np.array([local[v] * ratio for v, (ratio, *_) in self.casts.items()])))

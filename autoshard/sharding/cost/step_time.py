@@ -50,8 +50,7 @@ from autoshard.sharding.cost.collectives import (
     step_cost,
 )
 from autoshard.sharding.cost.delays.delayed_gradients import held_until
-from autoshard.sharding.cost.delays.delayed_kernels import ends_of_bodies, held_for_kernels
-from autoshard.sharding.cost.delays.delayed_products import DelayedProducts
+from autoshard.sharding.cost.delays.delayed_products import DelayedProducts, ends_of_bodies
 from autoshard.sharding.cost.equivalence_classes import (
     OperatorClass,
     ValueClasses,
@@ -119,7 +118,7 @@ class CostModel:
             fusion = replace(fusion, rounded=frozenset())
         self.fusion, self.distinct, self.gather, self.synchronous = fusion, distinct, gather, synchronous
         self.early = EarlyGathers(axes, roles, target) if gather == PREFETCH else None
-        self._scatters_late = target.platform == "tpu" and "reduce-scatter" in target.chip.hides  # `delayed_kernels`
+        self._scatters_late = target.platform == "tpu" and "reduce-scatter" in target.chip.hides  # `held_until`
         self.classes = operator_classes(axes, roles, fusion, distinct)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, target.chip, distinct)
@@ -177,9 +176,6 @@ class CostModel:
             held_bytes, inside = price.held_bytes, _NONE
             if price.inside is not None:
                 held_bytes, inside = self._held_inside(each, price, price.inside)
-                if delayed := self._delayed(each, inside):
-                    read_bytes = price.inside.read_for(delayed)
-                    buffers["delayed", number] = held_for_kernels(read_bytes, each.members, self._ends_of_bodies)
             if held_bytes:
                 buffers["opaque", number] = LiveBuffers(held_bytes, each.members, each.members, True)
             for move in price.moves:
@@ -314,12 +310,6 @@ class CostModel:
                 gathered[move.array] += move.local_bytes + move.wire_bytes
         return memory.peak_with(gathered, scattered), frozenset([*gathered, *(-1 - n for n in scattered)])
 
-    def _delayed(self, each: OperatorClass, moved: frozenset[int]) -> list[int]:
-        """Return the results whose products XLA delays to the end of the loop body (`delayed_kernels`)."""
-        if not self._scatters_late or each.reduced_at is not each.members:
-            return []
-        return [-1 - n for n in moved if n < 0 and each.op.results[-1 - n] in self.roles.gradients]
-
     def _is_gathered_for_one(self, each: OperatorClass, operand: int) -> bool:
         """Whether an operand is gathered when the operator begins, and nothing else takes the gathered value."""
         if (self.gather == SEQUENTIAL or self.early is not None) and self._is_state(each.op.operands[operand]):
@@ -348,12 +338,8 @@ class CostModel:
         return held_until(self.axes.program)
 
     @cached_property
-    def _ends_of_bodies(self) -> np.ndarray:
-        return ends_of_bodies(self.axes.program)
-
-    @cached_property
     def _delayed_until(self) -> np.ndarray:
-        return np.maximum(self._held_until, self._ends_of_bodies)
+        return np.maximum(self._held_until, ends_of_bodies(self.axes.program))
 
     @cached_property
     def _state_values(self) -> set[int]:

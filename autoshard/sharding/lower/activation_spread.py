@@ -35,7 +35,7 @@ def operand_path(layout: Layout, value: int, spec: Spec) -> list[Spec]:
     before = operand_spec(layout, value)
     path = reshard_path(before, spec)
     takes_a_part = not set(axes_of(spec)) <= set(axes_of(before))
-    return [before, *path] if takes_a_part and _has_rows(layout, value) else path
+    return [before, *path] if takes_a_part and has_rows(layout, value) else path
 
 
 def reduced_spec(layout: Layout, op: Op, want: Spec) -> Spec | None:
@@ -48,7 +48,7 @@ def reduced_spec(layout: Layout, op: Op, want: Spec) -> Spec | None:
         op: the reduction.
         want: the wanted sharding of its result.
     """
-    if len(op.operands) != 1 or not _has_rows(layout, op.operands[0]):
+    if len(op.operands) != 1 or not has_rows(layout, op.operands[0]):
         return None
     spec = layout.spec(op.operands[0])
     return None if set(axes_of(want)) <= set(axes_of(spec)) else spec
@@ -66,9 +66,9 @@ def with_planned_rows(
         constrain: constrains a value to a sharding.
     """
     each = zip(values, carry, strict=False)
-    return [constrain(x, layout.spec(v)) if _has_rows(layout, v) else x for v, x in each]
+    return [constrain(x, layout.spec(v)) if has_rows(layout, v) else x for v, x in each]
 
 
-def _has_rows(layout: Layout, value: int) -> bool:
+def has_rows(layout: Layout, value: int) -> bool:
     """Whether a value has an axis of rows, as activations and their gradients have. Sums over rows have none."""
     return value >= 0 and any(not layout.roles.rows.isdisjoint(dim) for dim in layout.axes.of_value[value])

@@ -245,8 +245,7 @@ class Lowering:
         """Return the results of an operator for which the layout has a strategy; `marks` says what is gathered."""
         assert (rule := op.rule) is not None
         if is_declared(op):
-            stored = [operand_spec(self.layout, v) if v >= 0 else () for v in op.operands]
-            return run_declared(op, chosen, self.mesh, stored, wants, args, self.constrain)
+            return run_declared(self, op, chosen, wants, args)
         if runs_on_shards(op, chosen, self.layout.mesh):
             return on_shards(self.layout, self.mesh, op, chosen, wants, args)
         if (layers := exchanged_layers(self.layout, op, chosen, args, wants, self.constrain)) is not None:

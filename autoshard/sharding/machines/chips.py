@@ -7,18 +7,17 @@
           its bfloat16 one. The page of tpu7x gives float8 only. JAX's `pallas.tpu` tables agree. The memory is what
           XLA's out-of-memory messages report as available to a program. On-chip memory: the vector memory in JAX's
           `pallas.tpu` tables, summed over the cores of a device; for v4, the common memory that its cores share. Vector
-          memory: that of one core, from the same tables.
-          Network: data center network per chip on the page of tpu7x (v5p, v6e, tpu7x), per pod on that of v5e; v4 is
-          assumed to have that of v5p. Clock: the one at which the matrix units reach the peak (tpu7x: four of 256 x 256
-          per device).
+          memory: that of one core, from the same tables. Network: data center network per chip on the page of tpu7x
+          (v5p, v6e, tpu7x), per pod on that of v5e; v4 is assumed to have that of v5p. Clock: the one at which the
+          matrix units reach the peak (tpu7x: four of 256 x 256 per device).
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are without
-          sparsity. 32-bit products run as TF32, XLA's default. At 8 bits the peak is twice that of 16, for int8 and,
-          except on A100, for float8. Efficiency of H100 and H200 at 16 bits: the median of seven large products that
-          XLA compiled, on an H200 (`benchmarks/one_gpu.py`, section `rates`). Multiprocessors: `core_count`
-          in XLA:GPU's specifications of devices (`audit/gpus.toml`). The others: products measured with
-          `mamf-finder.py` over many shapes, the best of them: https://github.com/stas00/ml-engineering,
-          compute/accelerator, "Maximum Achievable Matmul FLOPS". Products of most shapes reach less: for H100 and
-          H200 the page has 0.803.
+          sparsity. Compute capability: developer.nvidia.com/cuda-gpus. 32-bit products run as TF32, XLA's default. At 8
+          bits the peak is twice that of 16, for int8 and, except on A100, for float8. Efficiency of H100 and H200 at 16
+          bits: the median of seven large products that XLA compiled, on an H200 (`benchmarks/one_gpu.py`, section
+          `rates`). Multiprocessors: `core_count` in XLA:GPU's specifications of devices (`audit/gpus.toml`). The
+          others: products measured with `mamf-finder.py` over many shapes, the best of them:
+          https://github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS". Products of
+          most shapes reach less: for H100 and H200 the page has 0.803.
     CPU   Virtual devices on one host, which share its cores: measured by `autoshard bench --calibrate` for 8 devices on
           2 cores. The memory of the host is that of the devices.
 
@@ -35,8 +34,7 @@ ct6e-standard-4t 720, tpu7x-standard-4t 960 (8 devices). GPUs: a2-highgpu-8g 680
 The bandwidth of a link is that of one direction. For TPUs it is 0.9 of the rated bandwidth (50 GB/s of v4 and v5e,
 100 GB/s of the others), the share that large messages reach: chosen, not measured. A device on a torus has two links in
 each dimension; a device on a switch has one, whose figure covers all its lanes. Network bandwidth is one device's share
-of what its host sends. Latency is that of one hop on a torus or one crossing of a switch, as a collective sees it;
-`constants` holds the defaults.
+of what its host sends. Latency is that of one hop on a torus or one crossing of a switch, as a collective sees it.
 """
 
 from __future__ import annotations
@@ -104,6 +102,7 @@ class Chip:
         efficiency_fp8: the same for float8 products; 0 if it is `efficiency`.
         vector_ops: 32-bit operations per second of the vector units; 0 if kernels are not priced by them (GPUs).
         multiprocessors: streaming multiprocessors, which compute and collectives share; 0 if collectives take none.
+        compute_capability: NVIDIA's version of the architecture, such as 9.0; 0 if unknown.
         hides_fetches: whether compute hides fetches from host memory.
         kinds: substrings of JAX's `device_kind` that identify this chip.
     """
@@ -138,6 +137,7 @@ class Chip:
     vector_memory_bytes: int = 0
     vector_ops: float = 0.0
     multiprocessors: int = 0
+    compute_capability: float = 0.0
     hides_fetches: bool = True
     efficiency: float = PEAK_REACHED
     efficiency_fp8: float = 0.0
@@ -157,11 +157,11 @@ class Chip:
         is_fp8 = itemsize == 1 and not integer and self.flops_fp8 > 0
         return self.peak(itemsize, integer=integer) * (is_fp8 and self.efficiency_fp8 or self.efficiency)
 
-
-def host_limit_bytes(chip: Chip) -> float:
-    """The bytes of host memory that the values of one device may take; infinite if no limit is known."""
-    share = constants.HOST_MEMORY_SHARE * chip.host_memory_bytes or math.inf
-    return min(share, constants.COMPILERS_HOST_BYTES.get(chip.platform, math.inf))
+    @property
+    def host_limit_bytes(self) -> float:
+        """The bytes of host memory that the values of one device may take; infinite if no limit is known."""
+        share = constants.HOST_MEMORY_SHARE * self.host_memory_bytes or math.inf
+        return min(share, constants.COMPILERS_HOST_BYTES.get(self.platform, math.inf))
 
 
 _ASYNCHRONOUS = ("all-gather", "reduce-scatter", "all-reduce")
@@ -178,7 +178,6 @@ def _tpu(
     host_gb: float,
     ram_gb: float,
     torus: int,
-    pod: int,
     kinds: str,
     tile: int = 128,
     on_chip_mib: int = 128,
@@ -190,7 +189,7 @@ def _tpu(
     return Chip(
         "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, net_gb * GB,
         host_bandwidth=host_gb * GB, host_memory_bytes=ram_gb * GB, torus=torus, wraps_at=wraps_at,
-        pod=pod, tile=tile, kinds=tuple(kinds.split("|")), on_chip_bytes=on_chip_mib * 2**20,
+        tile=tile, kinds=tuple(kinds.split("|")), on_chip_bytes=on_chip_mib * 2**20,
         vector_memory_bytes=vector_mib * 2**20, vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
         hides=asynchronous_kinds(name, options), synchronous_gathers=SYNCHRONOUS_GATHERS.get(name, 0),
         gather_dims=GATHER_DIMS.get(name, 0), keeps_gathers=keeps_gathers(name, options),
@@ -208,20 +207,17 @@ def _gpu(
     net_gb: float,
     host_gb: float,
     ram_gb: float,
-    domain: int,
-    multiprocessors: int,
     kinds: str,
-    efficiency: float,
     efficiency_fp8: float = 0.0,
+    **more: Any,
 ) -> Chip:
     # No compiler options: XLA:GPU's defaults are kept.
     return Chip(
         "cuda", tflops * 1e12, tflops / 2 * 1e12, gb * GB, hbm_gb * GB, nvlink_gb * GB, net_gb * GB,
-        constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US, host_gb * GB,
-        ram_gb * GB, domain=domain,
+        constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US, host_gb * GB, ram_gb * GB,
         tile=constants.GPU_TILE, hides=_ASYNCHRONOUS, flops_int8=2e12 * tflops,
-        flops_fp8=2e12 * tflops * (efficiency_fp8 > 0), efficiency=efficiency, efficiency_fp8=efficiency_fp8,
-        kinds=tuple(kinds.split("|")), multiprocessors=multiprocessors,
+        flops_fp8=2e12 * tflops * (efficiency_fp8 > 0), efficiency_fp8=efficiency_fp8,
+        kinds=tuple(kinds.split("|")), **more,
     )  # fmt: skip
 
 
@@ -235,6 +231,7 @@ _A100 = _gpu(
     ram_gb=1360 / 8,
     domain=8,
     multiprocessors=108,
+    compute_capability=8.0,
     kinds="a100",
     efficiency=0.869,
 )
@@ -248,6 +245,7 @@ _H100 = _gpu(
     ram_gb=1872 / 8,
     domain=8,
     multiprocessors=132,
+    compute_capability=9.0,
     kinds="h100",
     efficiency=0.719,
     efficiency_fp8=0.709,
@@ -369,6 +367,7 @@ CHIPS: Mapping[str, Chip] = {
         ram_gb=3968 / 8,
         domain=8,
         multiprocessors=148,
+        compute_capability=10.0,
         kinds="b200",
         efficiency=0.776,
         efficiency_fp8=0.763,
@@ -383,6 +382,7 @@ CHIPS: Mapping[str, Chip] = {
         ram_gb=884 / 4,
         domain=72,
         multiprocessors=148,
+        compute_capability=10.0,
         kinds="gb200",
         efficiency=0.729,
         efficiency_fp8=0.723,

@@ -34,13 +34,13 @@ EXPOSED_FETCHES = frozenset({"tpu7x"})
 
 # Fraction of a host's memory that the values of its devices may take. Source: chosen, not measured. The rest is for the
 # operating system, the process itself and the batches that it loads. Which plans with offload fit depends on it
-# (`chips.host_limit_bytes`).
+# (`Chip.host_limit_bytes`).
 HOST_MEMORY_SHARE = 0.9
 
 # Platform -> the largest number of bytes of host memory that its compiler allows for one device. The limit is the same
 # for hosts with more memory. Source: for v4, v5e, v5p, v6e and tpu7x, libtpu 0.0.42.1 refuses programs that use more in
 # total ("Used 130.62G of 128.00G host"; `tests/sharding/audit/test_compilers.py`). Which plans with offload fit depends
-# on it (`chips.host_limit_bytes`).
+# on it (`Chip.host_limit_bytes`).
 COMPILERS_HOST_BYTES = {"tpu": 2**37}
 
 # Elements along one side of the tiles in which a GPU computes products. Source: chosen, not measured. `cost.step_time`

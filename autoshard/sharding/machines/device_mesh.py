@@ -71,10 +71,11 @@ def traced_machine(mesh: MeshLike | None, target: str | None) -> Planned:
     """What kernels need to know of the machine that the arguments `mesh=` and `target=` describe."""
     if target is not None:
         chip = find_target(target).chip
-        return Planned(chip.platform, chip.vector_memory_bytes)
+        return Planned(chip.platform, chip.vector_memory_bytes, chip.compute_capability)
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
     name = chip_name(device.device_kind)
-    return Planned(device.platform, CHIPS[name].vector_memory_bytes if name else 0)
+    capability = float(getattr(device, "compute_capability", 0.0))
+    return Planned(device.platform, CHIPS[name].vector_memory_bytes if name else 0, capability)
 
 
 def mesh_sizes(mesh: MeshLike) -> dict[str, int]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoshard._typed import convert, short_repr
+from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.chips import ALIASES, CHIPS
 from autoshard.sharding.machines.options.asynchronous import (
@@ -56,17 +56,40 @@ def read_request(given: OptionRequest | None) -> tuple[Part, ...]:
         if isinstance(part, str):
             parts += map(_word, part.split("+") if part else [])
             continue
-        convert(part, Options, "compiler_options", problems := [])
-        if problems or not all(part):
-            raise PlanError(f"compiler_options has {short_repr(part)}; {_FORM}")
+        if problems := [problem for item in part.items() if (problem := _problem(*item))]:
+            raise PlanError("; ".join(problems))
         parts.append(dict(part))
     return tuple(parts)
 
 
 def _listed(given: Any) -> Sequence[Any]:
-    if isinstance(given, list | tuple) and all(isinstance(part, str | Mapping) for part in given):
-        return given
-    raise PlanError(f"compiler_options is {short_repr(given)}; {_FORM}")
+    if not isinstance(given, list | tuple):
+        raise PlanError(f"compiler_options is {_value_text(given)}; {_FORM}")
+    for n, part in enumerate(given):
+        if not isinstance(part, str | Mapping):
+            raise PlanError(f"compiler_options[{n}] is {_value_text(part)}; {_FORM}")
+    return given
+
+
+def _problem(name: Any, value: Any) -> str:
+    """What is wrong with one option; "" if nothing is."""
+    if not isinstance(name, str) or not name:
+        what = "without a name" if name == "" else f"whose name is {_value_text(name)}"
+        return f"compiler_options has an option {what}; names are text, such as 'xla_tpu_scoped_vmem_limit_kib'"
+    if isinstance(value, str | bool | int | float):
+        return ""
+    ways = "leave the option out, which keeps its default" if value is None else "give one of these"
+    if getattr(value, "shape", None) == ():  # of an array or of a number of NumPy
+        ways = "give one of these, such as the result of its .item()"
+    return (
+        f"compiler_options[{name!r}] is {_value_text(value)}; the value of an option is text, True or False, or a "
+        f"number: {ways}"
+    )
+
+
+def _value_text(value: Any) -> str:
+    """A value, and its type unless it is obvious."""
+    return "None" if value is None else f"{short_repr(value)}, of type {type(value).__name__}"
 
 
 def _word(text: str) -> Part:

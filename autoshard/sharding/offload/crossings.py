@@ -45,6 +45,7 @@ class Crossings:
         reasons: word -> why some of its values that cross stay on the device.
         in_scans: word with a slice over layers -> the scans in which it cannot select iterations.
         names: the names that `checkpoint_name` gave, anywhere in the program.
+        counts: name -> the number of its values in straight code, which a slice over layers counts.
         recomputed: the names of values that `jax.checkpoint` computes again.
         has_backward: whether the program has a backward pass.
     """
@@ -54,6 +55,7 @@ class Crossings:
     reasons: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     in_scans: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     names: set[str] = field(default_factory=set)
+    counts: dict[str, int] = field(default_factory=dict)
     recomputed: set[str] = field(default_factory=set)
     has_backward: bool = False
 
@@ -90,6 +92,8 @@ class _Level:
         self.jaxpr, self.words, self.found, self.trips = _compat.open_jaxpr(closed), words, found, trips
         self.canonical, self.labels = labelled(self.jaxpr)
         self.numbers = _Numbers(self.jaxpr, self.canonical)
+        for name, values in self.numbers.named.items():
+            found.counts[name] = max(len(values), found.counts.get(name, 0))
         self.made_by = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
         # variable -> the equations that take it; canonical variable -> whether the backward pass takes it
         self.users: dict[Any, list[Any]] = defaultdict(list)

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from autoshard._shown import shown
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
+from autoshard.sharding.offload.words import OPTIMIZER
 
 _AT = "@"
 _GLOB = re.compile(r"[*?\[]")
@@ -31,11 +32,14 @@ class LayerWord:
         text: the word as it was given.
         pattern: a name or a glob over names.
         layers: which values of a name; None for all.
+        also: names that the word selects although the pattern does not match them: the pattern is MaxText's name of
+            them.
     """
 
     text: str
     pattern: str
     layers: slice | None
+    also: tuple[str, ...] = ()
 
     @property
     def is_glob(self) -> bool:
@@ -44,18 +48,26 @@ class LayerWord:
 
     def names(self, name: str) -> bool:
         """Whether the word selects values of this name."""
-        return name == self.pattern or (self.is_glob and fnmatchcase(name, self.pattern))
+        return name == self.pattern or name in self.also or (self.is_glob and fnmatchcase(name, self.pattern))
+
+    def label(self) -> str:
+        """The word in a message; for one of MaxText's names with the names here."""
+        return f"'{self.text}'" + (f" (MaxText's name of {' and '.join(self.also)})" if self.also else "")
 
     def covers(self, number: int, count: int) -> bool:
         """Whether the word selects value `number` of the `count` values of one name."""
-        return self.layers is None or number in range(count)[self.layers]
+        return number in self.selects(count)
+
+    def selects(self, count: int) -> range:
+        """The numbers of the values that the word selects of the `count` values of one name."""
+        return range(count) if self.layers is None else range(count)[self.layers]
 
 
 def read_layer_word(text: str) -> LayerWord:
     """Read a word.
 
     Raises:
-        PlanError: the text after `@` is not a slice.
+        PlanError: the text after `@` is not a slice, or the word is `optimizer`, whose state has no layers.
 
     >>> word = read_layer_word("residual@::2")
     >>> [number for number in range(6) if word.covers(number, 6)]
@@ -64,6 +76,11 @@ def read_layer_word(text: str) -> LayerWord:
     pattern, at, written = (part.strip() for part in text.partition(_AT))
     if not at:
         return LayerWord(text, pattern, None)
+    if pattern == OPTIMIZER:
+        raise PlanError(
+            f"offload has {short_repr(text)}, but the optimizer's state is not counted in layers: it moves as a whole. "
+            f"Write '{OPTIMIZER}'"
+        )
     return LayerWord(text, pattern, read_slice(text, written))
 
 
@@ -78,6 +95,6 @@ def read_slice(text: str, written: str) -> slice:
     if step == 0 or not text.partition(_AT)[0].strip():
         raise PlanError(
             f"offload has {short_repr(text)}; write a name and a slice over layers, such as 'residual@::2' for every "
-            "second layer or 'residual@:16' for the first 16"
+            "second layer, 'residual@:16' for the first 16, or 'residual@3:4' for number 3 alone, counted from 0"
         )
     return slice(start, stop, step)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._maxtext_names import aliased_names
 from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.sharding.offload.constants import SHOWN
@@ -97,9 +98,24 @@ class Offloader:
             moved_inputs=frozenset(on_host),
         )
 
+    @cached_property
+    def names(self) -> list[str]:
+        """The names that words can select: those of `checkpoint_name`, and `residual` if a scan keeps its carry."""
+        carry = [RESIDUAL] if RESIDUAL in {*self.crossings.nbytes, *self.crossings.reasons} else []
+        return list(dict.fromkeys([*sorted(self.crossings.names), *carry]))
+
     def read(self, word: str) -> LayerWord:
-        """Read a word. If it equals a name of the step, it is that name, not a pattern."""
-        return LayerWord(word, word, None) if word in self.crossings.names else read_layer_word(word)
+        """Read a word.
+
+        If it equals a name of the step, it is that name, not a pattern. If it matches no name of the step, it may match
+        MaxText's names of some.
+        """
+        if word in self.crossings.names:
+            return LayerWord(word, word, None)
+        found = read_layer_word(word)
+        if any(map(found.names, self.names)):
+            return found
+        return replace(found, also=tuple(name for name in aliased_names(found.names) if name in self.names))
 
     def check_known(self, words: Words) -> None:
         """Check that the step has values of these words.
@@ -107,49 +123,87 @@ class Offloader:
         Raises:
             PlanError: it has none of one of them.
         """
-        names = sorted(self.crossings.names)
-        carry = [RESIDUAL] if RESIDUAL in {*self.crossings.nbytes, *self.crossings.reasons} else []
-        there = list(dict.fromkeys([*names, *carry, OPTIMIZER]))
-        unknown = [
-            word for word in words if word not in there and not any(map(self.read(word).names, [*names, *carry]))
-        ]
+        given = [self.read(word) for word in words if word != OPTIMIZER or word in self.names]
+        unknown = [word for word in given if not any(map(word.names, self.names))]
         if unknown:
+            there = [*self.names, *([OPTIMIZER] if self.optimizer_state else [])]
             more = f", and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
-            why = "" if names else " The step has no value that checkpoint_name names."
-            if RESIDUAL in unknown:
+            has = f"It has {', '.join(there[:SHOWN])}{more}." if there else "It has nothing that can be moved."
+            why = "" if self.crossings.names else " The step has no value that checkpoint_name names."
+            if any(map(_is_residual, unknown)):
                 why += f" '{RESIDUAL}' is the carry of a scan over stacked parameters, and no such carry is kept here."
+            texts = [f"'{word.text}'" + _theirs(word) for word in unknown]
             raise PlanError(
-                f"auto_shard({self.traced.name}): offload names '{unknown[0]}', which the step does not have. "
-                f"It has {', '.join(there[:SHOWN])}{more}.{why} Use one of them, or '{NONE}'"
+                f"auto_shard({self.traced.name}): offload names {' and '.join(texts)}, which the step does not have. "
+                f"{has}{why} Use {'one of them, or ' if there else ''}'{NONE}'"
             )
 
     def partly_text(self, word: str, found: Crossings) -> str:
         """Why a word leaves some of its values on the device."""
-        return f"offload names '{word}', which leaves some values on the device: {'; '.join(found.in_scans[word])}"
+        label = self.read(word).label()
+        return f"offload names {label}, which leaves some values on the device: {'; '.join(found.in_scans[word])}"
 
     def problem_text(self, word: str, found: Crossings) -> str:
         """Why a word moves nothing, and what to do."""
+        read = self.read(word)
+        counts = {name: count for name, count in found.counts.items() if read.names(name)}
         carry = f"'{RESIDUAL}'" if RESIDUAL not in found.names else "which needs a name of its own here"
         if not found.has_backward:
             why = "the function has no backward pass. Offload in a function that computes gradients"
         elif word == OPTIMIZER and word not in found.names:
             why = (
                 "no state has the shape of a parameter and is read by the update alone. Give the optimizer's state as "
-                "an argument, and return its new value"
+                "an argument, and return its new value; without moments, as in SGD, there is none"
             )
         elif found.reasons.get(word):
             why = f"{'; '.join(found.reasons[word])}. Leave it out of offload"
         elif found.in_scans.get(word):
             why = "; ".join(found.in_scans[word])
-        elif any(map(self.read(word).names, found.recomputed)):
+        elif read.layers is not None and counts and not any(read.selects(count) for count in counts.values()):
+            why = _empty_slice_text(read, counts)
+        elif any(map(read.names, found.recomputed)):
+            name = next(filter(read.names, sorted(found.recomputed)))
             why = (
                 "jax.checkpoint computes it again in the backward pass, so it is not kept. Offload what the "
                 f"checkpointed function takes (the carry of scanned layers, {carry}), or keep this value with "
-                f"policy=jax.checkpoint_policies.save_only_these_names('{word}')"
+                f"policy=jax.checkpoint_policies.save_only_these_names('{name}')"
+            )
+        elif read.layers is not None and counts:
+            selected = sum(len(read.selects(count)) for count in counts.values())
+            why = (
+                f"the slice selects {selected} of {sum(counts.values())} values, and the backward pass reads none of "
+                "these. Select others: it does not read the result of the last layer, for example"
             )
         else:
             why = (
                 "the backward pass reads no value of that name. Name a value that it reads, such as the input of a "
                 f"layer; the result of a scanned layer is the next one's input, {carry}"
             )
-        return f"offload names '{word}', which moves nothing to the host: {why}"
+        return f"offload names {read.label()}, which moves nothing to the host: {why}"
+
+
+def _empty_slice_text(word: LayerWord, counts: Mapping[str, int]) -> str:
+    """Why a slice selects no value, and what to do.
+
+    Args:
+        word: the word.
+        counts: name -> the number of its values in straight code.
+    """
+    if len(counts) == 1:
+        ((name, count),) = counts.items()
+        some = f"{count} values, numbered from 0" if count > 1 else "1 value, number 0"
+        return f"'{name}' has {some}, and the slice selects none of them. '{name}@:{count}' selects all"
+    most = max(counts.values())
+    return (
+        f"the slice counts the values of one name, and none of the {len(counts)} names that match has more than "
+        f"{most}. Leave the slice out, and select fewer names by another pattern, such as '{next(iter(counts))}'"
+    )
+
+
+def _is_residual(word: LayerWord) -> bool:
+    return word.pattern == RESIDUAL or RESIDUAL in aliased_names(word.names)
+
+
+def _theirs(word: LayerWord) -> str:
+    ours = aliased_names(word.names)
+    return f" (MaxText's name of {' and '.join(ours)})" if ours and ours != (word.pattern,) else ""

@@ -5,8 +5,9 @@ allow. In straight code, all old moments would arrive at the beginning of the st
 their transfer to the host. That takes more device memory than a step without offload. In a loop, a slice arrives when
 its iteration begins.
 
-The equations that make a parameter's new value become a loop if each of them works element by element on arrays of the
-parameter's shape and on scalars. Equations between scalars are evaluated before the loop.
+Of the equations that make a parameter's new value, those that work element by element on arrays of the parameter's
+shape and on scalars become a loop. All others, such as the norm of all gradients, and the equations that these need,
+are evaluated before the loop, and so are equations between scalars.
 """
 
 from __future__ import annotations
@@ -50,18 +51,22 @@ class UpdateLoop:
 def update_loop(
     eqns: Sequence[Any], shape: tuple[int, ...], taken_later: set[Any]
 ) -> tuple[list[Any], UpdateLoop] | None:
-    """Return the equations between scalars, and the loop of the others; None if they cannot be a loop.
+    """Return the equations before the loop, and the loop of the others; None if there are no others.
 
     Args:
         eqns: the equations of one parameter's update, in order.
         shape: the parameter's shape.
         taken_later: the variables that other equations, or the program's results, take.
     """
-    before = [eqn for eqn in eqns if not any(_shape(v) for v in (*eqn.invars, *eqn.outvars)) and not jaxprs_of(eqn)]
-    scalar = {id(eqn) for eqn in before}
-    rest = [eqn for eqn in eqns if id(eqn) not in scalar]
+    first: set[int] = set()
+    needed: set[Any] = set()  # by equations before the loop
+    for eqn in reversed(eqns):
+        if _is_scalar(eqn) or not _is_elementwise(eqn, shape) or not needed.isdisjoint(eqn.outvars):
+            first.add(id(eqn))
+            needed.update(v for v in eqn.invars if not isinstance(v, _compat.Literal))
+    before, rest = [eqn for eqn in eqns if id(eqn) in first], [eqn for eqn in eqns if id(eqn) not in first]
     made = {var for eqn in rest for var in eqn.outvars}
-    if not all(_is_elementwise(eqn, shape) for eqn in rest):
+    if not rest:
         return None
     operands = dict.fromkeys(
         v for eqn in rest for v in eqn.invars if not isinstance(v, _compat.Literal) and v not in made
@@ -95,6 +100,10 @@ def evaluate_slice(loop: UpdateLoop, env: dict[Any, Any]) -> None:
             params = {**params, "shape": params["shape"][1:]}
         with _compat.source_of(eqn):
             env.update(zip(eqn.outvars, _compat.bind(eqn, params, *args), strict=True))
+
+
+def _is_scalar(eqn: Any) -> bool:
+    return not any(_shape(v) for v in (*eqn.invars, *eqn.outvars)) and not jaxprs_of(eqn)
 
 
 def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:

@@ -98,7 +98,7 @@ class ShardingPlan:
         schedule: the word of the pipeline's schedule; empty if there is none.
         allow_numerics: whether operators take sums over each microbatch in place of those over the batch. The notes
             name them.
-        spread_updates: whether each device updates whole matrices of its own, with optimizers such as Muon.
+        spread_updates: whether each device updates only some of the matrices, with optimizers such as Muon.
         overlap: the table of `overlap=`: path -> kind of collective -> "on" or "off"; empty without one.
         module_us: with such a table: module -> kind of its collectives -> their microseconds and the exposed part.
         offload: word of `offload=` -> bytes of its values in one step, before sharding, with those of last layers that

@@ -62,3 +62,9 @@ NOTED_REPEATED_SHARE = 0.25
 
 # Least fraction of the step time that the gather of a sort's operands takes for a note. Faster ones decide no plan.
 NOTED_GATHER_SHARE = 0.01
+
+# --- Prices beyond those of another variant (`strategy_prices`)
+
+# The largest relative difference of two sums of doubles that counts as rounding. Source: chosen. Two orders of a sum of
+# a million terms differ by about 1e-10.
+ROUNDING = 1e-9

@@ -7,7 +7,7 @@ fraction of the time of a plan, which searches all layouts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard import _compat
@@ -15,15 +15,19 @@ from autoshard._gc import paused
 from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.fixed_shardings import program_constraints
-from autoshard.sharding.machines.chips import host_limit_bytes
 from autoshard.sharding.machines.device_mesh import MeshLike, find_machine, traced_machine
 from autoshard.sharding.machines.kernel_rules import block_rules
 from autoshard.sharding.machines.option_requests import OptionRequest, read_request
+from autoshard.sharding.offload.rewriting import Offloader
+from autoshard.sharding.offload.words import Words
 from autoshard.sharding.plan.gather_words import read_gather
 from autoshard.sharding.plan.memory_doubt import usable_bytes
 from autoshard.sharding.plan.overlap_words import OverlapRequest, read_overlap
+from autoshard.sharding.planner.constants import ROUNDING
 from autoshard.sharding.planner.problem import PlanningProblem
+from autoshard.sharding.program.kernel_records import KernelWord
 from autoshard.sharding.program.tracing import trace
+from autoshard.sharding.rewrite.kernel_rewriting import with_kernels
 from autoshard.sharding.search.candidate import Candidate
 
 
@@ -40,7 +44,7 @@ class StrategyPrice:
         host_exposed_us: the part of `host_us` that compute does not hide; a part of the step.
         host_traffic_bytes: bytes that a device exchanges with its host, in both directions.
         host_bytes: bytes of a device that wait in the host's memory at a time.
-        fits_host: whether a device may use so many (`chips.host_limit_bytes`).
+        fits_host: whether a device may use so many (`Chip.host_limit_bytes`).
     """
 
     step_time_us: float
@@ -51,6 +55,11 @@ class StrategyPrice:
     host_traffic_bytes: float = 0.0
     host_bytes: float = 0.0
     fits_host: bool = True
+
+    def beyond(self, other: StrategyPrice) -> StrategyPrice:
+        """The same price, with only what it has on the host and on its link beyond another price."""
+        names = ("host_us", "host_exposed_us", "host_traffic_bytes", "host_bytes")
+        return replace(self, **{name: _more(getattr(self, name), getattr(other, name)) for name in names})
 
 
 class StrategyPrices:
@@ -66,6 +75,8 @@ class StrategyPrices:
         compiler_options: see `autoshard.plan`.
         gather: see `autoshard.plan`.
         overlap: see `autoshard.plan`.
+        kernels: see `autoshard.plan`.
+        offload: words of what waits in host memory, see `autoshard.plan`; not `auto`.
         donate_argnums: arguments whose buffers the results may reuse.
     """
 
@@ -83,12 +94,18 @@ class StrategyPrices:
         compiler_options: OptionRequest | None = None,
         gather: str | None = None,
         overlap: OverlapRequest | None = None,
+        kernels: KernelWord = "off",
+        offload: Words = (),
         donate_argnums: Sequence[int] = (),
     ):
         self.fixed = fixed or {}
         request = read_request(compiler_options)
         rules = block_rules(mesh, target, request)
-        traced = trace(fn, args, {}, donate_argnums, machine=traced_machine(mesh, target), block_rules=rules)
+        planned = traced_machine(mesh, target)
+        traced = trace(fn, args, {}, donate_argnums, machine=planned, block_rules=rules)
+        traced = with_kernels(traced, kernels, planned)
+        if offload:
+            traced = Offloader(traced).rewritten(offload)
         constraints = program_constraints(traced)
         if mesh is None and target is None:
             mesh = _compat.current_mesh()
@@ -109,7 +126,7 @@ class StrategyPrices:
     @property
     def host_limit_bytes(self) -> float:
         """A device's share of its host's memory; infinite if unknown."""
-        return host_limit_bytes(self.problem.machine.target.chip)
+        return self.problem.machine.target.chip.host_limit_bytes
 
     @property
     def platform(self) -> str:
@@ -159,6 +176,11 @@ class StrategyPrices:
                 yield words, self.problem.choose(words, {}, self.fixed, only_best=True)[0]
             except PlanError:
                 continue
+
+
+def _more(a: float, b: float) -> float:
+    """By how much `a` exceeds `b`; 0 if that may be a rounding error."""
+    return a - b if a - b > ROUNDING * a else 0.0
 
 
 def _price(candidate: Candidate) -> StrategyPrice:

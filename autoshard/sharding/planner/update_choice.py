@@ -1,4 +1,4 @@
-"""Decides whether each device updates whole matrices of its own (`rewrite.updates`).
+"""Decides whether each device updates only some of the matrices (`rewrite.updates`).
 
 Both programs are planned. The faster one that fits the memory is chosen. Whole matrices are usually faster, because
 otherwise every device repeats the products of all matrices. Shards may be faster if tensor or expert parallelism

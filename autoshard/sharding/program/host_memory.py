@@ -11,7 +11,7 @@ from typing import Any
 
 from autoshard import _compat
 from autoshard.errors import PlanError
-from autoshard.spmdrules.ir.program import Op, Program
+from autoshard.spmdrules.ir.program import Op, Program, inlined
 
 _SHOWN = 3  # arguments that an error message lists; chosen
 
@@ -22,6 +22,25 @@ def is_host_transfer(op: Op) -> bool:
         _compat.is_on_host(a.aval) != _compat.is_on_host(b.aval)
         for a, b in zip(op.eqn.invars, op.eqn.outvars, strict=True)
     )
+
+
+def fetched_slices(program: Program) -> dict[int, tuple[Op, int]]:
+    """Return the values that each iteration of a scan copies to the device from a stack in host memory.
+
+    Returns:
+        Value in device memory -> its scan, and the number of the stack among those that the scan slices.
+    """
+    found: dict[int, tuple[Op, int]] = {}
+    for loop in program.ops():
+        if loop.name != "scan":
+            continue
+        slices = loop.blocks[0].inputs[sum(_compat.scan_arity(loop.eqn.params)) :]
+        number = {v: k for k, v in enumerate(slices) if _compat.is_on_host(program.avals[v])}
+        for op in inlined(loop.blocks[0]):
+            if is_host_transfer(op):
+                moved = zip(op.operands, op.results, strict=True)
+                found |= {new: (loop, number[old]) for old, new in moved if old in number}
+    return found
 
 
 def unmoved_names_text(program: Program) -> str:

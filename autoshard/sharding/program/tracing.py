@@ -84,7 +84,7 @@ class Traced:
             the logical axes of this dimension, and the number of rows.
         input_roles: the role of each input leaf, if it is known before the analysis: a step that was cut into
             microbatches has the roles of the whole step. Empty if it is not known.
-        spread_updates: whether each device updates whole matrices of its own (`rewrite.updates`).
+        spread_updates: whether each device updates only some of the matrices (`rewrite.updates`).
         moved_inputs: input leaves that the user's program has in device memory and the planner in host memory.
     """
 

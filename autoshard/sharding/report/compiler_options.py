@@ -11,9 +11,16 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 
 def option_texts(plan: ShardingPlan) -> Sequence[str]:
-    """The requested options, the option sets, the other options, and sets that are off because of wrong numbers."""
+    """The requested options, option sets, other options, and sets that are off because of wrong numbers.
+
+    Requested options are unchecked as long as nothing was compiled.
+    """
     own = [f"{name}={value}" for name, value in plan.requested_options.items()]
     texts = [f"requested compiler options: {', '.join(own)}"] if own else []
+    if own and not plan.audits and not plan.measured:
+        texts.append(
+            "unchecked: nothing is compiled yet; plan.verify() or --verify 1 reports what the compiler refuses"
+        )
     facts = program_facts(plan)
     if facts is None:
         return texts

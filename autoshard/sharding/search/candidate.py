@@ -11,7 +11,6 @@ from autoshard.sharding.cost.collectives import StepCost, best_assignment
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.machines.chips import host_limit_bytes
 from autoshard.sharding.machines.device_assignments import DeviceAssignment
 from autoshard.sharding.plan.memory_doubt import ranked_us, usable_bytes
 from autoshard.sharding.search.constants import TIME_DECIMALS
@@ -77,7 +76,7 @@ def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel, limit
     peak, kinds = memory(layout, step.live_buffers)
     chip, assignment = cost.target.chip, cost.target.assign(layout.mesh)
     return Candidate(
-        name, layout, step, peak, kinds, assignment, memory.host_bytes(layout), host_limit_bytes(chip),
+        name, layout, step, peak, kinds, assignment, memory.host_bytes(layout), chip.host_limit_bytes,
         usable_bytes(limit, chip),
     )  # fmt: skip
 

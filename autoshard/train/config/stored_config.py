@@ -12,8 +12,8 @@ from autoshard.train.config.train_config import TrainConfig
 
 RESUMABLE_CHANGES = frozenset(
     "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload compiler_options "
-    "gather overlap profile schedule virtual_devices log_every metrics eval_every eval_batches checkpoint_every "
-    "checkpoint_minutes keep_checkpoints keep_best keep_every sample_tokens prompt prefetch use_ema "
+    "gather kernels overlap profile schedule virtual_devices log_every metrics eval_every eval_batches "
+    "checkpoint_every checkpoint_minutes keep_checkpoints keep_best keep_every sample_tokens prompt prefetch use_ema "
     "guard deadline_seconds allow_other_data resume_if_started max_failures".split()
 )
 """Settings that may change when a run is resumed. All others define what is trained and on which data."""

@@ -12,7 +12,7 @@ from autoshard._shown import shown
 from autoshard.errors import ConfigError, PlanError
 from autoshard.models import GPTConfig
 from autoshard.models.adapters import LoraConfig
-from autoshard.models.remat.offload_words import AUTO
+from autoshard.sharding.offload.words import AUTO
 from autoshard.sharding.pipeline.pipelining import stages_of
 from autoshard.sharding.pipeline.schedule_words import read_schedule
 from autoshard.train.config import run_directory
@@ -120,10 +120,12 @@ class TrainConfig:
     """`given` uses --gpt.remat and --microbatches as they are; `search` lets the planner choose them. A resumed run
     keeps its choice."""
     offload: str = "none"
-    """Values of a layer that wait in the host's memory between forward and backward pass. Names such as residual+qkv
-    set --gpt.remat; residual@::2 selects every second layer. The error for an unknown name lists the known ones. `auto`
-    lets the planner choose what layers keep, recompute and offload; `none` offloads nothing. Only for the built-in
-    model. A resumed run keeps its choice."""
+    """What waits in the host's memory, as words joined by + or commas. `optimizer` is the optimizer's state. Names such
+    as residual+qkv are values of a layer, between forward and backward pass, and set --gpt.remat; residual@::2 selects
+    every second layer. The error for an unknown name lists the known ones. `auto` lets the planner choose what layers
+    keep, recompute and offload; `none` offloads nothing. With a model of your own or --from, the words are those of
+    auto_shard's offload: names that the model gives with checkpoint_name, and others. A resumed run keeps its choice,
+    but for `optimizer`, which may change."""
     compiler_options: str | None = None
     """Options for XLA, which take precedence over the planner's own: option sets and NAME=VALUE, joined by +, such as
     scoped-vmem+xla_tpu_host_transfer_overlap_limit=24. The error for an unknown set lists the known ones. A resumed run
@@ -133,6 +135,9 @@ class TrainConfig:
     layer before it computes; `sequential` gathers one after another, so that at most two gathered ones are in memory;
     `auto` leaves it to the compiler, or is sequential if nothing else fits. In a pipeline, stages gather their layers
     `once` a step, or in each microbatch (`repeat`); `auto` takes the faster one that fits."""
+    kernels: Literal["off", "auto", "require"] = "off"
+    """Whether kernels take the place of attention that the model computes itself: `auto` replaces what is proven to be
+    attention, `require` makes it an error if some is left. The built-in model has its own setting, --gpt.attention."""
     overlap: str | None = None
     """Which collectives of which parameters may run beside compute, as PATH:KIND=on|off separated by spaces, such as
     'experts/*:gather=off */wq:reduce=off'. The error for an unknown path or kind lists those that exist. Default: all
@@ -258,7 +263,7 @@ class TrainConfig:
     @property
     def searches_variants(self) -> bool:
         """Whether the planner chooses the remat policy, alone or with the number of microbatches."""
-        return self.variants == "search" or self.offload == AUTO
+        return self.variants == "search" or (self.offload == AUTO and self.is_built_in)
 
     @property
     def microbatch_size(self) -> int:

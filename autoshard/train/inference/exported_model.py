@@ -38,7 +38,6 @@ from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.tokenizer import Codec, load_codec
 from autoshard.train.inference.saved_parameters import ExportedParameters, StepParameters, has_exported
 from autoshard.train.program.build import factory_builder
-from autoshard.train.program.planned_step import shardings
 from autoshard.train.step.train_state import Program, fill_streams
 
 FILE, FORMAT = INFERENCE_FILE, INFERENCE_FORMAT
@@ -242,7 +241,7 @@ class TextGenerator:
         with warnings.catch_warnings():  # one prompt may give too little work for all devices
             warnings.filterwarnings("ignore", IDLE_DEVICES, AutoshardWarning)
             plan = step.plan(params, *rest)
-        placed = with_shardings(params, shardings(plan)[0])
+        placed = with_shardings(params, plan.in_shardings()[0])
         found = np.asarray(jax.device_get(step(self.parameters(placed), *rest)))[0]
         return self.codec.decode(found), plan
 

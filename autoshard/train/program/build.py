@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from flax import nnx
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig
 from autoshard.models.moe import MoEConfig
+from autoshard.models.remat.policies import kept_on_device
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
 from autoshard.sharding.planner.variants import Attempt
@@ -71,7 +73,10 @@ def model_builder(config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]:
     if config.pretrained.folder is not None:
         return pretrained_builder(config)
     if config.model == "gpt":
-        return lambda rngs: GPT(config.gpt, rngs=rngs)
+        cfg = config.gpt
+        if is_pipelined(config):  # the planner moves to the host what the layers keep
+            cfg = replace(cfg, remat=kept_on_device(cfg.remat))
+        return lambda rngs: GPT(cfg, rngs=rngs)
     return factory_builder(config.model, vocab=config.gpt.vocab, context=config.gpt.context)
 
 

@@ -8,19 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 import autoshard
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.models.remat.named_values import NAMED_VALUES
-from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat, offloaded_names
+from autoshard.models.remat.offload_words import globbed_names, moves_optimizer, offloaded_names
+from autoshard.models.remat.policies import HOST
 from autoshard.sharding.api.plan import Plan
-from autoshard.sharding.machines.device_mesh import device_mesh, mesh_sizes
 from autoshard.sharding.machines.targets import find_target, is_made_of
+from autoshard.sharding.offload.words import AUTO, NONE, OPTIMIZER, Words
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import is_pipelined, make_program_of, train_step_of
-from autoshard.train.program.constants import SEARCHED_MICROBATCHES
+from autoshard.train.program.constants import REMATS, SEARCHED_MICROBATCHES
+from autoshard.train.program.offloading import plan_within_memory, planner_offload, planner_words
 from autoshard.train.program.pretrained import with_dtype_note
 from autoshard.train.program.remat_search import remat_search
 from autoshard.train.program.remat_space import RematSpace
@@ -74,6 +76,8 @@ def plan_options(config: TrainConfig) -> dict[str, Any]:
         "compiler_options": config.compiler_options,
         "gather": None if config.gather == "auto" else config.gather,
         "overlap": config.overlap,
+        "kernels": None if config.kernels == "off" else config.kernels,
+        "offload": planner_offload(config),
         "measure": config.measure or None,
         "schedule": config.schedule,
         "microbatches": config.microbatches if is_pipelined(config) and config.microbatches > 1 else None,
@@ -107,23 +111,13 @@ def place_step(train_step: TrainStep, program: Program, config: TrainConfig, pla
     step = autoshard.auto_shard(train_step, donate_argnums=0, **options)
     shapes, batch = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context, config.batch_kind)
     made = with_dtype_note(step.plan(shapes, batch), config, shapes)
-    state_shardings, batch_shardings = shardings(made)
+    state_shardings, batch_shardings = made.in_shardings()
     placed = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
         state_shardings,
     )
     return PlacedStep(step, made, placed, batch, batch_shardings)
-
-
-def with_offload(config: TrainConfig) -> TrainConfig:
-    """Return the config with the remat policy that the names of `offload` set. Searched variants stay as they are."""
-    if config.offload == NONE or config.searches_variants:
-        return config
-    return replace(
-        config,
-        gpt=replace(config.gpt, remat=offload_remat(config.offload, config.gpt.layers, scan=config.gpt.scan_layers)),
-    )
 
 
 def search_variants(config: TrainConfig, **verification: Any) -> tuple[TrainConfig, Plan]:
@@ -149,14 +143,21 @@ def search_variants(config: TrainConfig, **verification: Any) -> tuple[TrainConf
         )
     steps: dict[Any, TrainStep] = {}
     program = make_program_of(config)
+    pipelined, automatic = is_pipelined(config), config.offload == AUTO
+    names = () if automatic else offloaded_names(config.offload)
     free = config.variants == "search" and not config.gpt.dropout
     counts = {config.microbatches, *(n for n in SEARCHED_MICROBATCHES if free and not config.batch_size % n)}
     batch = batch_shapes(config.batch_size, config.gpt.context)
 
     def variant(remat: str, microbatches: int) -> TrainConfig:
         # The policy takes the place of the names of `offload`, which it may contain.
-        offload = config.offload if config.offload in (AUTO, NONE) else NONE
-        return replace(config, offload=offload, microbatches=microbatches, gpt=replace(config.gpt, remat=remat))
+        state = OPTIMIZER if moves_optimizer(config.offload) else NONE
+        return replace(
+            config,
+            offload=AUTO if automatic else state,
+            microbatches=microbatches,
+            gpt=replace(config.gpt, remat=remat),
+        )
 
     def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, microbatches: int) -> Any:
         if (remat, microbatches) not in steps:
@@ -170,25 +171,34 @@ def search_variants(config: TrainConfig, **verification: Any) -> tuple[TrainConf
         chosen = _stacked(variant(remat, microbatches))
         return train_step_of(chosen, make_program_of(chosen)), stacked_state, batch
 
-    options = plan_options(config)
-    space = RematSpace(
-        stacked_step,
-        tuple(NAMED_VALUES),
-        config.gpt.layers,
-        sorted(counts),
-        offloads=config.offload == AUTO,
-        host=() if config.offload in (AUTO, NONE) else offloaded_names(config.offload),
-        options={name: value for name, value in options.items() if name != "measure"},
-    )
-    plan = autoshard.plan(
-        train_step,
-        program.abstract_state(),
-        batch,
-        variants=remat_search(space),
-        donate_argnums=0,
-        **verification,
-        **options,
-    )
+    options = {name: value for name, value in plan_options(config).items() if name != "offload"}
+
+    def planned(words: Words) -> Plan:
+        if pipelined:  # the planner chooses the microbatches
+            remats = [f"{HOST}:{'+'.join(names)}"] if names else REMATS
+            variants: Any = {"remat": remats, "microbatches": [config.microbatches]}
+        else:
+            variants = remat_search(
+                RematSpace(
+                    stacked_step,
+                    tuple(NAMED_VALUES),
+                    config.gpt.layers,
+                    sorted(counts),
+                    offloads=automatic,
+                    host=names,
+                    optional=() if automatic else globbed_names(config.offload),
+                    options=options | {"offload": words},
+                )
+            )
+        shapes = program.abstract_state(), batch
+        how = {"variants": variants, "offload": words or None, **verification, **options}
+        return autoshard.plan(train_step, *shapes, donate_argnums=0, **how)
+
+    if automatic:
+        place = {name: options.get(name) for name in ("mesh", "target")}
+        plan = plan_within_memory(planned, (), (AUTO,) if pipelined else (OPTIMIZER,), **place)
+    else:
+        plan = planned(planner_words(config.offload, "", pipelined=pipelined))
     return variant(**plan.variant), plan
 
 
@@ -219,28 +229,12 @@ def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], c
     """
     mesh = jax.tree.leaves(state_parts)[0].sharding.mesh
     options: dict[str, Any] = {"mesh": mesh, "compiler_options": config.compiler_options}
+    if config.kernels != "off":
+        options["kernels"] = "auto"
     if config.stages > 1:
         same = ("plan", "microbatches", "schedule", "gather")
         options |= {name: x for name, x in plan_options(config).items() if name in same}
     step = autoshard.auto_shard(eval_step, **options)
     batch = batch_shapes(config.eval_batch_size, config.gpt.context, config.batch_kind)
-    batch_shardings = shardings(step.plan(*state_parts, batch), mesh)[3]
+    batch_shardings = step.plan(*state_parts, batch).in_shardings()[3]
     return PlacedEvalStep(step, batch, batch_shardings)
-
-
-def shardings(plan: Any, mesh: Mesh | None = None) -> tuple[Any, ...]:
-    """Return the plan's shardings of each argument.
-
-    Args:
-        plan: The plan.
-        mesh: Mesh of devices; the plan's mesh over this machine's devices by default.
-
-    Raises:
-        PlanError: The plan's mesh has more devices than this machine.
-    """
-    mesh = mesh or device_mesh(mesh_sizes(plan.mesh), None, plan.device_order)
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        plan.in_specs,
-        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
-    )

@@ -39,6 +39,8 @@ from autoshard.train.program.remat_choice import Choice, Part, Parts, choices
 from autoshard.train.program.remat_guesses import Guesses
 from autoshard.train.program.remat_space import Priced, RematSpace
 
+_OF_PLANS = ("plan", "schedule", "microbatches", "measure")  # options without which a program is priced
+
 
 def remat_search(space: RematSpace) -> Callable[[Sequence[Attempt]], list[dict[str, Any]]]:
     """Make the function that `autoshard.plan` takes as `variants`: the most promising ones, then others if none fits.
@@ -107,10 +109,14 @@ class _Probes:
         for count, found in self.full.items():  # strategies that another number of microbatches suggested
             found |= of_count[count].of([words for words in self.strategies if words not in found])
         del base, of_count  # their programs are not needed any more
-        self.words = {remat: self.prices(remat, self.first).of(self.strategies) for remat in constants.REMATS[:-1]}
-        self.alone = {name: self.prices(f"host:{name}", self.first).of(self.strategies) for name in space.names}
+        self.state = self.full[self.first]
+        self.host_limit -= min(price.host_bytes for price in self.state.values())
+        self.full = {count: {w: p.beyond(p) for w, p in found.items()} for count, found in self.full.items()}
+        self.words = {remat: self.priced(remat, self.first) for remat in constants.REMATS[:-1]}
+        self.alone = {name: self.priced(f"host:{name}", self.first) for name in space.names}
         self.names = [name for name, found in self.alone.items() if any(p.host_traffic_bytes for p in found.values())]
-        if idle := [name for name in space.host if name not in self.names]:
+        self.host = [name for name in space.host if name in self.names or name not in space.optional]
+        if idle := [name for name in self.host or space.host if name not in self.names]:
             raise PlanError(
                 f"offload names {', '.join(idle)}, which no backward pass of a layer reads here, so nothing would be "
                 f"moved. Leave it out; {', '.join(self.names) or 'no other value'} can wait on the host"
@@ -118,9 +124,18 @@ class _Probes:
 
     def prices(self, remat: str, microbatches: int) -> StrategyPrices:
         """Trace a variant."""
-        options = {name: value for name, value in self.space.options.items() if name != "plan"}
+        options = {name: value for name, value in self.space.options.items() if name not in _OF_PLANS}
         step, *args = self.space.step(remat, microbatches)
         return StrategyPrices(step, tuple(args), donate_argnums=(0,), **options)
+
+    def priced(self, remat: str, microbatches: int) -> dict[str, StrategyPrice]:
+        """Trace a variant, and price it under the probed strategies.
+
+        Figures of the host are those of the layers' values, without the optimizer's state. Under `full`, layers have
+        none there.
+        """
+        found = self.prices(remat, microbatches).of(self.strategies)
+        return {words: price.beyond(self.state[words]) for words, price in found.items()}
 
     def _full(self, of_count: Mapping[int, StrategyPrices]) -> dict[int, dict[str, StrategyPrice]]:
         """Price `full` for each number of microbatches, under the requested strategy or the fastest ones.
@@ -191,8 +206,8 @@ class _Probes:
             full.step_time_us, full.peak_memory_bytes, full.compute_us, values, count,
             self.host_us_per_byte, self.copy_us_per_byte,
         )  # fmt: skip
-        must = [name for name in self.space.host if name in values]
-        if len(must) < len(self.space.host):  # not priced under this strategy
+        must = [name for name in self.host if name in values]
+        if len(must) < len(self.host):  # not priced under this strategy
             return found
         host = must or (list(values) if self.offloads else [])
         for choice in choices(list(values), host, must):
@@ -280,7 +295,7 @@ def _best_priced(probes: _Probes) -> tuple[list[Priced], list[Priced]]:
             if has_others and not guesses.is_worth(guess, most):
                 break
             done.add((guess.remat, guess.microbatches))
-            prices = probes.prices(guess.remat, guess.microbatches).of(probes.strategies)
+            prices = probes.priced(guess.remat, guess.microbatches)
             if not prices:
                 continue
             priced = probes.best(guess.remat, guess.microbatches, prices)

@@ -28,7 +28,9 @@ class RematSpace:
         microbatches: the numbers of microbatches to try.
         offloads: whether values may wait on the host.
         host: the values that wait there in every variant; if there are any, no others may.
-        options: `target`, `mesh`, `plan`, `memory_limit_bytes` and `fixed` of `autoshard.plan`, as far as given.
+        optional: those of `host` that are left out if they move nothing.
+        options: `target`, `mesh`, `plan`, `memory_limit_bytes`, `fixed` and others of `autoshard.plan`, as far as
+            given. `offload` has the words of what the planner moves.
     """
 
     step: MakeStep
@@ -37,6 +39,7 @@ class RematSpace:
     microbatches: Sequence[int]
     offloads: bool = True
     host: Sequence[str] = ()
+    optional: Sequence[str] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

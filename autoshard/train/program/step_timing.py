@@ -14,7 +14,8 @@ from autoshard._shown import shown
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.prefetch import place_batch
 from autoshard.train.program.build import fit_tokenizer, make_program_of, train_step_of
-from autoshard.train.program.planned_step import place_step
+from autoshard.train.program.offloading import with_offload
+from autoshard.train.program.planned_step import place_step, search_variants
 
 
 @shown
@@ -25,7 +26,7 @@ class Timing:
     Attributes:
         planned_seconds: Step time under `auto_shard`, in seconds.
         by_hand_seconds: Step time under `jax.jit` with the same input and state shardings and no constraint inside,
-            in seconds.
+            in seconds. All of its state is in device memory, also with `offload`.
         ratio: Median over pairs of planned time divided by by-hand time.
         tokens: Tokens per step.
         plan: Name of the plan.
@@ -51,11 +52,14 @@ def time_steps(config: TrainConfig, rounds: int) -> Timing:
         config: The run whose step is timed.
         rounds: Number of pairs of steps.
     """
-    config = fit_tokenizer(config)
+    config, searched = with_offload(fit_tokenizer(config)), None
+    if config.searches_variants:
+        config, searched = search_variants(config)
     program = make_program_of(config)
     train_step = train_step_of(config, program)
-    placed = place_step(train_step, program, config)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, placed.state_shapes)
+    placed = place_step(train_step, program, config, searched)
+    # `jax.jit` runs the step as it is written, so its state is in device memory.
+    shardings = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(None), placed.state_shapes)
     by_hand = jax.jit(
         train_step,
         in_shardings=(shardings, placed.batch_shardings),
@@ -73,6 +77,7 @@ def time_steps(config: TrainConfig, rounds: int) -> Timing:
         SteppedState(step, placed.step.init(program.create_state, jax.random.key(config.seed)), batch)
         for step in (placed.step, by_hand)
     )
+    theirs.state = jax.device_put(theirs.state, shardings)
     ours_seconds, theirs_seconds = paired_times(ours.once, theirs.once, rounds=rounds, warm_up=1)
     return Timing(
         planned_seconds=float(np.median(ours_seconds)),

@@ -7,9 +7,16 @@ from typing import Any
 
 from autoshard.errors import ConfigError
 from autoshard.models.remat.named_values import NAMED_VALUES
-from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat, offloaded_names, selects_layers
+from autoshard.models.remat.offload_words import (
+    globbed_names,
+    names_values,
+    offload_remat,
+    offloaded_names,
+    selects_layers,
+)
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
+from autoshard.sharding.offload.words import AUTO, OPTIMIZER
 from autoshard.sharding.planner.variants import Attempt
 from autoshard.train.program.build import (
     ADAMW,
@@ -18,6 +25,7 @@ from autoshard.train.program.build import (
     workload_steps,
     workload_variant_values,
 )
+from autoshard.train.program.constants import REMATS
 from autoshard.train.program.remat_search import remat_search
 from autoshard.train.program.remat_space import RematSpace
 from autoshard.train.step.optimizer import OptimizerConfig
@@ -32,17 +40,20 @@ def workload_search(
     microbatches: int | None = None,
     numerics: bool = False,
     optimizer: OptimizerConfig = ADAMW,
+    pipelined: bool = False,
 ) -> Callable[[Sequence[Attempt]], list[dict[str, Any]]]:
     """Make the function that `autoshard.plan` takes as `variants` for the step of `workload_variants`.
 
     Args:
         work: the workload.
-        options: `target`, `mesh`, `plan`, `memory_limit_bytes` and `fixed` of `autoshard.plan`, as far as given.
-        offload: `auto`, `none`, or the names of the values that wait on the host.
+        options: `target`, `mesh`, `plan`, `memory_limit_bytes`, `fixed`, `offload` and others of `autoshard.plan`, as
+            far as given.
+        offload: `auto`, `none`, or words of what waits on the host.
         remat: the policy of the layers; None to search for it.
         microbatches: the number of microbatches; None to search for it.
         numerics: whether to try numbers of microbatches that change the results.
         optimizer: how parameters are updated.
+        pipelined: whether the planner cuts the step into stages and microbatches. Then the variants are the policies.
 
     Raises:
         ConfigError: `offload` and `remat` contradict each other, a name is unknown, or the model has no named values.
@@ -54,8 +65,11 @@ def workload_search(
             f"offload is {offload!r} and remat is {remat!r}; both say what a layer keeps. Give one of them; "
             f"remat='host:{'+'.join(host)} keep:NAMES' says what stays on the device, too"
         )
-    if selects_layers(offload):
+    if host and (pipelined or selects_layers(offload)):
         remat = _selective_remat(work, offload)
+    if pipelined:
+        policies = REMATS if remat is None else (remat,)
+        return lambda attempts: [] if attempts else [{"remat": policy} for policy in policies]
     values = workload_variant_values(work, numerics=numerics)
     if microbatches is not None:
         values["microbatches"] = [microbatches]
@@ -70,20 +84,22 @@ def workload_search(
         values["microbatches"],
         offloads=offload == AUTO,
         host=host,
+        optional=() if offload == AUTO else globbed_names(offload),
         options=options,
     )
     return remat_search(space)
 
 
 def _selective_remat(work: Workload, offload: str) -> str:
-    """Return the policies of the layers for an `offload` with slices over layers.
+    """Return the policies of the layers for an `offload` that names values.
 
     Raises:
         ConfigError: a slice is not valid, or the layers are stacked and cannot differ as the slices say.
     """
     scan = getattr(getattr(work.config, "gpt", work.config), "scan_layers", False)
     try:
-        return offload_remat(offload, remat_unit_count(work.config), scan=scan)
+        layers = remat_unit_count(work.config)
+        return offload_remat(offload, layers, scan=scan, written_out="--set scan_layers=False")
     except ValueError as error:
         raise ConfigError(f"{work.name}: {error}") from error
 
@@ -94,17 +110,17 @@ def named_values_of(config: Any) -> tuple[str, ...]:
 
 
 def checked_offload(offload: str, *, has_named_values: bool, model: str) -> tuple[str, ...]:
-    """Return the names that a text of `offload` moves to the host; none for `auto` and `none`.
+    """Return the names of a layer's values that a text of `offload` moves to the host; none for `auto` and `none`.
 
     Raises:
         ConfigError: a name is unknown, or the model has no named values.
     """
-    if offload in (AUTO, NONE):
+    if offload == AUTO:
         return ()
-    if not has_named_values:
+    if names_values(offload) and not has_named_values:
         raise ConfigError(
-            f"offload is {offload!r}, but the layers of {model} have no named values. Leave it out, or give remat one "
-            "of its words"
+            f"offload is {offload!r}, but the layers of {model} have no named values. Give auto, none or {OPTIMIZER}, "
+            "or give remat one of its words"
         )
     try:
         return offloaded_names(offload)

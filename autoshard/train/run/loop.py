@@ -22,13 +22,13 @@ from autoshard.train.data.text_data import Source
 from autoshard.train.profile.capture import Profiler
 from autoshard.train.program.build import fit_vocab, loss_item, loss_of, make_program_of, make_source, train_step_of
 from autoshard.train.program.evaluation import Evaluation, evaluate
+from autoshard.train.program.offloading import with_offload
 from autoshard.train.program.planned_step import (
     PlacedEvalStep,
     PlacedStep,
     place_eval_step,
     place_step,
     search_variants,
-    with_offload,
 )
 from autoshard.train.program.pretrained import first_state, keep_copied, kept_files, open_weights
 from autoshard.train.program.saved_state import restore_state

@@ -30,6 +30,7 @@ from autoshard.train.config import run_directory
 from autoshard.train.config.merging import changed_settings
 from autoshard.train.config.stored_config import from_dict, identity
 from autoshard.train.config.train_config import TrainConfig
+from autoshard.train.program.offloading import planner_offload
 from autoshard.train.program.planned_step import PlacedStep, parse_mesh
 
 Place = Callable[[TrainConfig, Plan | None], PlacedStep]
@@ -179,9 +180,12 @@ def place_again(place: Place, config: TrainConfig, stored: TrainConfig) -> tuple
     if config.plan is None and config.mesh is None and config.target is None:
         saved, here = newest_plan(config), target_for(jax.devices(), count).name
         if saved is None or (saved.target == here and saved.mesh.size == count):
-            kept = config.memory_limit_bytes is None and all(
-                getattr(config, name) == getattr(stored, name) for name in ("compiler_options", "gather", "overlap")
+            same = all(
+                getattr(config, name) == getattr(stored, name)
+                for name in ("compiler_options", "gather", "overlap", "kernels")
             )
+            moves_same = planner_offload(config) == planner_offload(stored)
+            kept = same and moves_same and config.memory_limit_bytes is None
             return place(config, saved if kept else None), None
         placed = place(config, None)
         return placed, (

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from autoshard import _compat
 from autoshard.errors import ConfigError
 from autoshard.models import cross_entropy
 from autoshard.train.old_names import accepts_old_keywords
@@ -170,11 +171,19 @@ def make_eval_step(program: Program, loss_of: Loss = loss_and_weight) -> EvalSte
 def eval_params(state: TrainState, use_ema: bool = True) -> Tree:
     """Return the parameters to evaluate: their average, or the parameters themselves if there is none.
 
-    A schedule-free optimizer has its own average. The moving average is used if there is one and `use_ema` is set.
+    A schedule-free optimizer has its own average. The moving average is used if there is one and `use_ema` is set. An
+    average that waits in host memory is brought to the devices.
     """
     if (own := schedule_free_state(state.opt_state)) is not None:
-        return jax.tree.map(partial(evaluated_value, b1=own.b1), state.params, own.z)
-    return averaged_params(state.ema, state.params) if use_ema and state.ema is not None else state.params
+        return jax.tree.map(partial(evaluated_value, b1=own.b1), state.params, _on_devices(own.z))
+    if not use_ema or state.ema is None:
+        return state.params
+    return averaged_params(_on_devices(state.ema), state.params)
+
+
+def _on_devices(tree: Tree) -> Tree:
+    """Return a tree with its arrays in device memory."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if _compat.is_on_host(x) else x, tree)
 
 
 def _microbatches(leaf: jax.Array, count: int) -> jax.Array:

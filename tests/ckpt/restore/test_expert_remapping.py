@@ -18,7 +18,6 @@ import autoshard
 from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
 from autoshard.models import workload
 from autoshard.models.moe import EXPERT_DIMS
-from autoshard.train.program.planned_step import shardings
 from autoshard.train.step.ema import EmaConfig, averaged_params
 from autoshard.train.step.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.step.train_state import make_program
@@ -63,7 +62,7 @@ def plans() -> dict[str, Any]:
 
 @pytest.fixture
 def saved(tmp_path: Path, state: Any, plans: dict[str, Any]) -> Checkpointer:
-    placed = jax.device_put(state, shardings(plans["dp:2 ep:4"])[0])
+    placed = jax.device_put(state, plans["dp:2 ep:4"].in_shardings()[0])
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, placed, plan=plans["dp:2 ep:4"], expert_dims=EXPERT_DIMS, block=True)
     return checkpoints
@@ -103,7 +102,7 @@ def test_expert_dims_of_a_model(saved: Checkpointer, state: Any) -> None:
 def test_some_experts_on_another_mesh(saved: Checkpointer, state: Any, plans: Any, numbers: list[int]) -> None:
     expert_dims = dims(saved)
     whole = with_names(state)
-    mesh = jax.tree.leaves(shardings(plans["fsdp:4 ep:2"])[0])[0].mesh
+    mesh = jax.tree.leaves(plans["fsdp:4 ep:2"].in_shardings()[0])[0].mesh
 
     def wanted(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         dim = expert_dims.get(jax.tree_util.keystr(path, simple=True, separator="/"))
@@ -145,7 +144,7 @@ def test_some_experts_on_explicit_axes(tmp_path: Path, within: bool) -> None:
 
 
 def test_all_experts_on_another_degree_of_expert_parallelism(saved: Checkpointer, state: Any, plans: Any) -> None:
-    shardings_of_plan = shardings(plans["fsdp:4 ep:2"])[0]
+    shardings_of_plan = plans["fsdp:4 ep:2"].in_shardings()[0]
     restored = saved.restore(like=state, shardings=shardings_of_plan)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(shardings_of_plan)

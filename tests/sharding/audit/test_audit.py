@@ -162,6 +162,8 @@ def test_every_audit_has_a_text(kind, more):
 
 
 def test_text_of_a_failed_audit():
+    text = str(Audit("error", "cannot read 'many' into flag xla_own:", options={"xla_own": "many", "xla": "1"}))
+    assert "xla_own=many is one of its options: give it another value, or leave it out" in text
     text = str(Audit("oom", "Used 20G of 16G hbm", "step", "v5e:4x4", {"dp": 16}, peak_bytes=20 * 2**30))
     assert "the program does not fit the device" in text and "Used 20G of 16G hbm" in text and "20.0 GiB" in text
     assert "unplanned" not in text

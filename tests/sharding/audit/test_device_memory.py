@@ -65,6 +65,15 @@ def test_the_size_in_a_dump(tmp_path):
     assert device_bytes(tmp_path) == 14559376224
 
 
+def test_buffers_of_copies_within_the_hosts_memory_are_left_out(tmp_path):
+    (tmp_path / "b.after_optimizations-memory-usage-report.txt").write_text(REPORT)
+    (tmp_path / "b.after_optimizations-buffer-assignment.txt").write_text(
+        "allocation 1: size 5, parameter 0:\nallocation 394: size 100, thread-local:\n value: size 7, thread-local\n"
+        "allocation 395: size 20, thread-local:\nallocation 396: size 3, color 6, thread-local:\n"
+    )
+    assert device_bytes(tmp_path) == 14559376224 - 120
+
+
 def test_a_result_without_figures_of_memory_stays_as_it_is(tmp_path):
     (tmp_path / "b.memory-usage-report.txt").write_text(REPORT)
     (tmp_path / "result.json").write_text('{"kind": "oom"}')

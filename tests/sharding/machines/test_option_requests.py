@@ -1,9 +1,11 @@
 """`compiler_options=`: its forms, what takes precedence, and what it changes in a plan."""
 
 import importlib
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from autoshard import Plan, auto_shard, plan
@@ -37,9 +39,27 @@ def test_forms_of_a_request(given, parts):
     assert read_request(given) == parts and read_request(parts) == parts
 
 
-@pytest.mark.parametrize("given", [7, [7], {MEMORY: None}, {"": "1"}, "=1", f"{MEMORY}=", {7: "1"}, {MEMORY: [1]}])
-def test_other_forms_are_errors(given):
-    with pytest.raises(PlanError, match="compiler_options (is|has) .*give the name of an option set"):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (7, "compiler_options is 7, of type int; give the name of an option set"),
+        ([7], "compiler_options[0] is 7, of type int; give the name of an option set"),
+        (["scoped-vmem", ["a"]], "compiler_options[1] is ['a'], of type list; give the name of an option set"),
+        ("=1", "compiler_options has '=1'; give the name of an option set"),
+        (f"{MEMORY}=", f"compiler_options has '{MEMORY}='; give the name of an option set"),
+        ({"": "1"}, "compiler_options has an option without a name; names are text"),
+        ({7: "1"}, "compiler_options has an option whose name is 7, of type int; names are text"),
+        ({MEMORY: None}, f"compiler_options['{MEMORY}'] is None; the value of an option is text, True or False, or a "
+                         "number: leave the option out, which keeps its default"),
+        ({MEMORY: [1]}, f"compiler_options['{MEMORY}'] is [1], of type list; the value of an option is text, True or"),
+        ({MEMORY: np.int64(3)}, f"compiler_options['{MEMORY}'] is np.int64(3), of type int64; the value of an option "
+                                "is text, True or False, or a number: give one of these, such as the result of its"),
+        ([{"a": None, "b": {}}], "compiler_options['a'] is None; the value of an option is text, True or False, or a "
+                                 "number: leave the option out, which keeps its default; compiler_options['b'] is {}"),
+    ],
+)  # fmt: skip
+def test_other_forms_are_errors(given, said):
+    with pytest.raises(PlanError, match=re.escape(said)):
         auto_shard(lambda x: x, compiler_options=given)
 
 

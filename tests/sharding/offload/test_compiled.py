@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -75,7 +77,7 @@ def layers_step() -> tuple[Any, ...]:
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("offload", ["residual", "context", "residual+context"])
 def test_the_last_layer_stays_on_the_device(offload: str) -> None:
-    """The device waits for no transfer, and the loops copy no value from one place of its memory to another."""
+    """The device waits for no transfer, and the loops copy one value in its memory: the input of the last layer."""
     values = len(offload.split("+"))
     made = plan(*layers_step(), target="v5e:2x4", plan="fsdp:8", offload=offload, donate_argnums=0)
     audit = made.verify(until="schedule")
@@ -88,7 +90,7 @@ def test_the_last_layer_stays_on_the_device(offload: str) -> None:
     assert audit.peak_bytes == pytest.approx(made.estimate.peak_memory_bytes, rel=0.12)
     job = export_plan(bound_or_error(made.bound).executable, made.compiler_options["tpu"])
     loops, entry, _ = compile_job(job, until="schedule").text.partition("\nENTRY ")
-    assert entry and not re.findall(r"= bf16\[(?:1,)?16384,2048\]\S* copy\(", loops)
+    assert entry and len(re.findall(r"= bf16\[(?:1,)?16384,2048\]\S* copy\(", loops)) == ("residual" in offload)
 
 
 def two_products(ffn: int, rows: int, *, recomputed: bool) -> tuple[Any, ...]:
@@ -118,6 +120,41 @@ def test_what_is_kept_does_not_split_the_memory_of_the_backward_loop(gather: str
     audit = made.verify(until="schedule")
     assert audit.peak_bytes == pytest.approx(made.estimate.peak_memory_bytes, rel=0.05)
     assert audit.host_traffic_bytes == made.estimate.host_traffic_bytes
+
+
+@pytest.mark.tpu_compile
+def test_the_last_layer_runs_in_a_loop() -> None:
+    """It is no part of the straight code after the loop, where XLA could gather the weights of the head beside it."""
+    made = plan(*two_products(4096, 131_072, recomputed=True), target="v5p:2x2x1", plan="fsdp:4", offload="residual")
+    job = export_plan(bound_or_error(made.bound).executable, made.compiler_options["tpu"])
+    assert len(re.findall(r" while\(", compile_job(job, until="schedule").text)) == 3
+
+
+@pytest.mark.tpu_compile
+def test_a_result_that_is_made_late_is_sent_beside_the_next_iteration() -> None:
+    """The compute after it, in its own iteration, is shorter than the transfer."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["late"], offload_src="device",
+        offload_dst="pinned_host",
+    )  # fmt: skip
+
+    @partial(jax.checkpoint, policy=policy)
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        for _ in range(2):
+            x = jnp.tanh(x @ w["up"] @ w["down"])
+        return jnp.tanh(checkpoint_name(x, "late") @ w["up"] @ w["down"]), None
+
+    def step(params: Any, x: jax.Array) -> Any:
+        return jax.grad(lambda params: jnp.mean(jax.lax.scan(layer, x, params)[0].astype("float32") ** 2))(params)
+
+    params = {
+        "up": jax.ShapeDtypeStruct((LAYERS, 2048, 8192), "bfloat16"),
+        "down": jax.ShapeDtypeStruct((LAYERS, 8192, 2048), "bfloat16"),
+    }
+    made = plan(step, params, jax.ShapeDtypeStruct((65_536, 2048), "bfloat16"), target="v6e:2x4", plan="fsdp:8")
+    audit = made.verify(until="schedule")
+    assert sum(t.trips for t in audit.transfers if t.to_host) == LAYERS - 1
+    assert audit.host_exposed_us == 0
 
 
 @pytest.mark.tpu_compile
@@ -155,3 +192,33 @@ def test_the_inputs_of_layers_wait_on_the_host() -> None:
     transfers = [[(t.name, t.bytes, t.trips, t.to_host) for t in each.transfers] for each in (scheduled, audit)]
     assert sorted(transfers[0]) == sorted(transfers[1])
     assert scheduled.host_us == pytest.approx(audit.host_us) and scheduled.cycles is None
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+def test_the_state_of_the_optimizer_waits_on_the_host() -> None:
+    """The loop over the layers of the update gathers nothing, and moments of biases stay on the device."""
+    optimizer = optax.adamw(1e-3)
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        return x + jax.nn.gelu(x @ w["up"] + w["bias"]) @ w["down"], None
+
+    def step(params: Any, moments: Any, x: jax.Array) -> Any:
+        loss = lambda params: jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)  # noqa: E731
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return optax.apply_updates(params, updates), moments, value
+
+    shapes = {"up": (LAYERS, 2 * EMBED, 4 * FFN), "bias": (LAYERS, 4 * FFN), "down": (LAYERS, 4 * FFN, 2 * EMBED)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    arguments = params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((256, 2 * EMBED), "float32")
+    options: Any = {"target": "v5e:2x2", "plan": "fsdp:4", "donate_argnums": (0, 1)}
+    made = plan(step, *arguments, offload="optimizer", **options)
+    moved = 2 * 2 * LAYERS * 2 * EMBED * 4 * FFN * 4
+    assert made.offload == {"optimizer": moved}
+    audit, without = made.verify(), plan(step, *arguments, **options).verify()
+    assert audit.ok and (audit.wire_bytes or 0) <= 1.02 * (without.wire_bytes or 0), str(audit)
+    for to_host in (True, False):
+        assert sum(t.bytes * t.trips for t in audit.transfers if t.to_host == to_host) == pytest.approx(moved / 4, 0.2)
+    peaks = audit.peak_bytes, made.verify(until="schedule").peak_bytes
+    assert max(peak or math.inf for peak in peaks) < (without.peak_bytes or 0) - 0.5 * moved / 4

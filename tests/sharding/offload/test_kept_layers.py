@@ -15,8 +15,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from autoshard import Plan, plan
+from autoshard.sharding.loops.host_moves import host_moves
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.offload.slice_moves import host_moves
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.offload.steps import arguments, parameters, rows, step_of
 

@@ -92,15 +92,100 @@ def test_a_slice_of_a_scan_is_refused_with_the_line_of_the_scan() -> None:
     assert not made.offload
 
 
+@pytest.mark.parametrize(
+    ("offload", "said"),
+    [
+        ("out@7:", "'out' has 4 values, numbered from 0, and the slice selects none of them. 'out@:4' selects all"),
+        ("blocks.1.hidden@1:", "'blocks.1.hidden' has 1 value, number 0, and the slice selects none of them"),
+        (
+            "blocks.*.hidden@1:",
+            "counts the values of one name, and none of the 4 names that match has more than 1. Leave the slice out",
+        ),
+        ("out@3:", "the slice selects 1 of 4 values, and the backward pass reads none of these. Select others"),
+    ],
+)
+def test_a_slice_that_selects_nothing_says_what_there_is(offload: str, said: str) -> None:
+    with pytest.warns(AutoshardWarning, match=f"which moves nothing to the host: .*{said}"):
+        assert not plan(jax.grad(loss), *ARGUMENTS, plan="fsdp:8", offload=offload).offload
+
+
+def test_the_optimizers_state_has_no_slices() -> None:
+    with pytest.raises(PlanError, match="offload has 'optimizer@::2', but .* it moves as a whole. Write 'optimizer'"):
+        plan(step_of("scan"), *arguments(), plan="fsdp:8", offload="hidden+optimizer@::2")
+
+
 def test_parity_of_layers_without_a_scan() -> None:
     check("unrolled", "hidden@::2", "fsdp:8", {"hidden@::2"})
 
 
 def test_globs_that_match_nothing_list_the_names() -> None:
     with pytest.raises(
-        PlanError, match="offload names 'layers.*', which the step does not have. It has blocks.0.hidden"
+        PlanError,
+        match=r"offload names 'layers.\*' and 'b', which the step does not have. It has blocks.0.hidden, .*, out. Use",
     ):
-        plan(jax.grad(loss), *ARGUMENTS, target="cpu:8", offload="layers.*")
+        plan(jax.grad(loss), *ARGUMENTS, target="cpu:8", offload="layers.*+b")
+
+
+def test_a_function_in_which_nothing_can_be_moved() -> None:
+    with pytest.raises(PlanError, match="It has nothing that can be moved. The step has no value .* Use 'none'$"):
+        plan(jax.grad(lambda w: jnp.sum(w**2)), jnp.ones((64, 64)), target="cpu:8", offload="hidden")
+
+
+# --- MaxText's names --------------------------------------------------------------------------------------------------
+
+
+def theirs(names: tuple[str, str], scanned: bool = False) -> Any:
+    """A step of layers with two named values each: one that the backward pass reads, and the result of the layer."""
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        hidden = checkpoint_name(jnp.tanh(x @ w), names[0])
+        return checkpoint_name(x + hidden * hidden, names[1]), None
+
+    def loss(layers: jax.Array, x: jax.Array) -> jax.Array:
+        if scanned:
+            return jnp.mean(jax.lax.scan(layer, x, layers)[0] ** 2)
+        for n in range(LAYERS):
+            x, _ = layer(x, layers[n])
+        return jnp.mean(x**2)
+
+    return jax.value_and_grad(loss)
+
+
+STACKED = jnp.stack(ARGUMENTS[0]), ARGUMENTS[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "word", "count"),
+    [
+        (("qkv", "out_proj"), "query_proj", 4),
+        (("qkv", "out_proj"), "key_proj@::2", 2),
+        (("mlp_in", "mlp_out"), "mlpwi*", 4),
+        (("mlp_in", "query_proj"), "query_proj", 3),  # its own name comes first, and the last result is not read
+        (("qkv", "query_proj"), "query_proj", 3),
+    ],
+)
+def test_names_of_maxtext_select_values_with_our_names(names: tuple[str, str], word: str, count: int) -> None:
+    step = theirs(names)
+    planned = auto_shard(step, plan="fsdp:8", offload=word)
+    made = planned.plan(*STACKED)
+    assert made.offload == {word: count * BYTES}
+    for ours, other in zip(jax.tree.leaves(planned(*STACKED)), jax.tree.leaves(step(*STACKED)), strict=True):
+        assert jnp.allclose(ours, other, atol=1e-6)
+    again = Plan.from_json(made.to_json()).bind(step, *STACKED)
+    assert again.offload == made.offload
+
+
+def test_the_input_of_a_layer_by_the_name_of_maxtext() -> None:
+    """The residual of a scan has no name of `checkpoint_name`."""
+    made = plan(theirs(("a", "b"), scanned=True), *STACKED, plan="fsdp:8", offload="decoder_layer_input+a")
+    assert made.offload == {"decoder_layer_input": LAYERS * BYTES, "a": LAYERS * BYTES}
+
+
+def test_names_of_maxtext_that_the_step_does_not_have() -> None:
+    with pytest.raises(PlanError, match="names 'mlpwo' .MaxText's name of mlp_out., which .* It has mlp_in, out. Use"):
+        plan(theirs(("mlp_in", "out")), *STACKED, target="cpu:8", offload="mlpwo")
+    with pytest.warns(AutoshardWarning, match="names 'mlpwo@9:' .MaxText's name of mlp_out., which moves nothing"):
+        plan(theirs(("mlp_out", "out")), *STACKED, target="cpu:8", offload="mlpwo@9:")
 
 
 def test_a_name_of_the_step_takes_precedence() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from autoshard import Plan, plan
 from autoshard.errors import AutoshardWarning, PlanError
-from autoshard.sharding.machines.chips import CHIPS, host_limit_bytes
+from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.machines.targets import find_target, write_target
 
 LAYERS, ROWS, WIDTH = 4, 1024, 256
@@ -42,11 +42,11 @@ def target_of(tmp_path):
 
 
 def test_limits_of_chips():
-    assert host_limit_bytes(CHIPS["v5p"]) == pytest.approx(0.9 * 112e9)
-    assert host_limit_bytes(CHIPS["v6e"]) == 128 * 2**30, "the compiler accepts no more of the host's 180 GB"
-    assert host_limit_bytes(dataclasses.replace(CHIPS["v5p"], host_memory_bytes=0.0)) == 128 * 2**30
-    assert host_limit_bytes(CHIPS["h200"]) == pytest.approx(0.9 * 369e9)
-    assert host_limit_bytes(CHIPS["cpu"]) == math.inf  # unknown
+    assert CHIPS["v5p"].host_limit_bytes == pytest.approx(0.9 * 112e9)
+    assert CHIPS["v6e"].host_limit_bytes == 128 * 2**30, "the compiler accepts no more of the host's 180 GB"
+    assert dataclasses.replace(CHIPS["v5p"], host_memory_bytes=0.0).host_limit_bytes == 128 * 2**30
+    assert CHIPS["h200"].host_limit_bytes == pytest.approx(0.9 * 369e9)
+    assert CHIPS["cpu"].host_limit_bytes == math.inf  # unknown
 
 
 def test_a_request_beyond_the_memory_of_the_host_warns_with_both_figures(target_of):

@@ -1,5 +1,6 @@
 """The compiler options of a plan in its table and on its page."""
 
+from autoshard.sharding.audit import Audit
 from autoshard.sharding.machines.options import SETS
 from autoshard.sharding.report.compiler_options import option_texts
 from tests.sharding.autotune.test_compiled_options import planned
@@ -32,6 +33,15 @@ def test_options_on_request_are_marked():
     assert names == f"compiler options: no-collective-matmul, sparse-core-gathers, {REDUCE}=true, xla_own=7"
     assert wrong == "compiler options that may change numbers: sparse-core-reductions (AXLearn reports abnormal losses)"
     assert off.endswith("gather-fusion-overlap (jax-ml/jax issue 38741 reports NaN)")
+
+
+def test_requested_options_are_unchecked_until_something_is_compiled():
+    made = planned(compiler_options={"xla_own": 7})
+    text = "unchecked: nothing is compiled yet; plan.verify() or --verify 1 reports what the compiler refuses"
+    assert option_texts(made)[:2] == ["requested compiler options: xla_own=7", text]
+    for compiled in ({"audits": (Audit("ok"),)}, {"measured": (("fsdp:8", 1.0),)}):
+        assert text not in option_texts(made.where(**compiled))
+    assert "nothing is compiled" not in str(planned())
 
 
 def test_machines_without_sets_have_no_texts():

@@ -113,13 +113,19 @@ def test_unstacked_layers_are_searched_as_stacked_ones():
 @pytest.mark.parametrize(
     ("model", "how", "said"),
     [
-        ("gpt-tiny", {"offload": "residul"}, "'residul' is not a named value. Give none, auto, or names"),
+        ("gpt-tiny", {"offload": "residul"}, "'residul' is not a named value. Give none, auto, optimizer, or names"),
         (
             "gpt-tiny",
             {"offload": "qkv", "remat": "full"},
             "offload is 'qkv' and remat is 'full'; both say what a layer",
         ),
-        ("wide-resnet-tiny", {"offload": "residual"}, "the layers of wide-resnet-tiny have no named values"),
+        (
+            "wide-resnet-tiny",
+            {"offload": "residual+optimizer"},
+            "the layers of wide-resnet-tiny have no named values. Give auto, none or optimizer",
+        ),
+        ("gpt-tiny", {"offload": "residual@1:"}, "the 2 layers are one scan"),
+        ("gpt-tiny", {"offload": "residual@1:"}, "or write the layers out with --set scan_layers=False"),
     ],
 )
 def test_bad_requests(model, how, said):
@@ -154,6 +160,41 @@ def test_prices_are_those_of_plans():
     assert prices["fsdp:8"].step_time_us == pytest.approx(estimate.step_time_us)
     assert prices["fsdp:8"].peak_memory_bytes == pytest.approx(estimate.peak_memory_bytes)
     assert prices["fsdp:8"].host_traffic_bytes == pytest.approx(estimate.host_traffic_bytes)
+
+
+def test_prices_with_the_state_of_the_optimizer_on_the_host_are_those_of_plans():
+    step, *shapes = workload_step(SMALL.with_(remat="host:residual"))
+    words: Any = {"offload": ("optimizer",), "kernels": "auto"}
+    found = StrategyPrices(step, tuple(shapes), target="v5e:2x4", donate_argnums=(0,), **words).of(["fsdp:8"])["fsdp:8"]
+    estimate = plan(step, *shapes, **OPTIONS, memory_limit_bytes=10**12, donate_argnums=0, **words).estimate
+    assert found.step_time_us == pytest.approx(estimate.step_time_us)
+    assert found.peak_memory_bytes == pytest.approx(estimate.peak_memory_bytes)
+    assert found.host_traffic_bytes == pytest.approx(estimate.host_traffic_bytes)
+    alone = StrategyPrices(*(workload_step(SMALL.with_(remat="full"))[0], tuple(shapes)), target="v5e:2x4",
+                           donate_argnums=(0,), **words).of(["fsdp:8"])["fsdp:8"]  # fmt: skip
+    without = StrategyPrices(step, tuple(shapes), target="v5e:2x4", donate_argnums=(0,)).of(["fsdp:8"])["fsdp:8"]
+    layers = found.beyond(alone)
+    assert layers.host_traffic_bytes == pytest.approx(without.host_traffic_bytes) and without.host_traffic_bytes > 0
+    assert layers.host_bytes < found.host_bytes and found.beyond(found).host_traffic_bytes == 0
+
+
+@pytest.mark.slow
+def test_the_state_of_the_optimizer_is_on_the_host_in_every_variant():
+    """Under a limit that is too small otherwise. The layers keep what then fits."""
+    limit = 0.9 * min(peak(remat) for remat in ("none", "full", "host:residual"))
+    words = {"offload": ("optimizer",)}
+    search = workload_search(SMALL, {**OPTIONS, "memory_limit_bytes": int(limit), **words}, offload="optimizer")
+    options: dict[str, Any] = {**OPTIONS, "memory_limit_bytes": int(limit), **words}
+    made = plan(*workload_variants(SMALL), **options, variants=search, donate_argnums=0)
+    assert made.fits and set(made.offload) == {"optimizer"} and "host" not in made.variant["remat"]
+
+
+def test_the_state_of_the_optimizer_does_not_count_as_a_value_of_a_layer():
+    """It moves in every variant, so the traffic of the host says nothing about a name."""
+    words = {"offload": ("optimizer",)}
+    search = workload_search(SMALL, {**OPTIONS, **words}, offload="mlp_out+optimizer", microbatches=1)
+    with pytest.raises(PlanError, match="offload names mlp_out, which no backward pass of a layer reads"):
+        search([])
 
 
 def test_specified_prices_name_the_way_of_attention():
@@ -220,13 +261,12 @@ def test_variants_that_fit_only_under_slower_strategies_do_not_end_the_pricing()
     needed = {"keep:qkv": 105.0, "keep:context": 105.0, "keep:mlp_in": 90.0}
     tried: list[str] = []
 
-    def prices(remat: str, microbatches: int) -> Any:
+    def priced(remat: str, microbatches: int) -> Any:
         tried.append(remat)
-        found = {"fast": StrategyPrice(8.0, needed[remat]), "slow": StrategyPrice(9.9, 60.0)}
-        return SimpleNamespace(of=lambda strategies: found)
+        return {"fast": StrategyPrice(8.0, needed[remat]), "slow": StrategyPrice(9.9, 60.0)}
 
     probes: Any = SimpleNamespace(
-        limit=100.0, usable_bytes=100.0, host_limit=math.inf, offloads=False, prices=prices,
+        limit=100.0, usable_bytes=100.0, host_limit=math.inf, offloads=False, priced=priced,
         space=SimpleNamespace(host=()), strategies=["fast", "slow"],
         known=lambda: [Priced("full", 1, 10.0, 50.0)],
         estimated=lambda: [
@@ -244,13 +284,13 @@ def priced_in_turn(needed: dict[str, tuple[float, float, float]]) -> tuple[list[
     """Return the priced variants, and the best one. `needed` has the time, guessed peak and true peak of each."""
     tried: list[str] = []
 
-    def prices(remat: str, microbatches: int) -> Any:
+    def priced(remat: str, microbatches: int) -> Any:
         tried.append(remat)
         time, _, peak = needed[remat]
-        return SimpleNamespace(of=lambda strategies: {"fsdp:8": StrategyPrice(time, peak)})
+        return {"fsdp:8": StrategyPrice(time, peak)}
 
     probes: Any = SimpleNamespace(
-        limit=100.0, usable_bytes=100.0, host_limit=math.inf, offloads=False, strategies=["fsdp:8"], prices=prices,
+        limit=100.0, usable_bytes=100.0, host_limit=math.inf, offloads=False, strategies=["fsdp:8"], priced=priced,
         space=SimpleNamespace(host=()),
         known=lambda: [Priced("full", 1, 10.0, 50.0)],
         estimated=lambda: [

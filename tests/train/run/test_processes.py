@@ -145,3 +145,24 @@ def test_virtual_devices(
     monkeypatch.setenv("XLA_FLAGS", before)
     set_virtual_devices(count, explicit)
     assert os.environ["XLA_FLAGS"] == after
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_state_of_the_optimizer_waits_on_the_hosts_of_two_processes(
+    make_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    """One process begins a run and two processes continue it. The losses equal those of one process without offload."""
+    shape = dict(gpt=dict(heads=4, width=64), ema_decay=0.5, steps=6, checkpoint_every=3, sample_tokens=0)
+    config = make_config(run_dir=tmp_path / "run", offload="optimizer", **shape)
+    run_together(config, tmp_path, count=1, devices=8, until=3)
+    outputs = run_together(replace(config, resume=True), tmp_path, count=2, devices=4)
+    assert "moved to host memory in each step, before sharding: optimizer" in outputs[0][0]
+    train(make_config(run_dir=tmp_path / "plain", **shape))
+    losses = [
+        [line[name] for name in ("loss", "val_loss") for line in read_metrics(run / "metrics.jsonl") if name in line]
+        for run in (tmp_path / "run", tmp_path / "plain")
+    ]
+    assert len(losses[0]) >= 7
+    np.testing.assert_allclose(losses[0][:6], losses[1][:6], rtol=1e-5)
+    np.testing.assert_allclose(losses[0][-1], losses[1][-1], rtol=1e-5)

@@ -16,7 +16,9 @@ in memory: 0.5 GiB of the 6.4 GiB of a step of Llama with full rematerialization
 XLA:TPU runs the products where the program has them. Where a reduce-scatter becomes an all-reduce and a slice
 (`Topology.compiled`), it fuses the slice into the operators that take the shard. So the whole sum of the gradient of a
 head is held over the loop of the backward pass. Compiled for v6e:16x16 (libtpu 0.0.42), `fsdp:256`, GPT-3 with 24
-layers and full rematerialization holds 1.15 GiB for it, of 13.1.
+layers and full rematerialization holds 1.15 GiB for it, of 13.1. An asynchronous reduce-scatter can end after a loop
+that follows it, so the same holds where reduce-scatters are asynchronous. Compiled for v5p:4x8x8, gpt-oss-20b computes
+the gradient of its head before the loop of the backward pass and scatters it after the loop. It takes 1.1 GiB.
 """
 
 from __future__ import annotations

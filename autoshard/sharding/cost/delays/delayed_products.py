@@ -25,7 +25,7 @@ from autoshard.sharding.layout.operator_strategy import Move
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.placement import axes_of
-from autoshard.spmdrules.ir.program import Program
+from autoshard.spmdrules.ir.program import Program, walk
 
 
 class DelayedProducts:
@@ -76,3 +76,16 @@ class DelayedProducts:
     def _local_bytes(self, layout: Layout, value: int) -> float:
         whole = nbytes(layout.axes.program.avals[value]) * self.fusion.narrow.get(value, 1.0)
         return whole / layout.shard_count(axes_of(layout.spec(value)))
+
+
+def ends_of_bodies(program: Program) -> np.ndarray:
+    """Return the last operator of the loop body that contains each operator, by number; -1 outside of loops."""
+    number = {id(op): n for n, op in enumerate(program.ops())}
+    found, blocks = np.full(len(number), -1), [program.block]
+    while blocks:  # an outer loop before those inside it
+        block = blocks.pop()
+        if block.loop and block.ops:
+            inside = [number[id(op)] for op in walk(block)]
+            found[inside[0] : inside[-1] + 1] = inside[-1]
+        blocks += [inner for op in block.ops for inner in op.blocks]
+    return found

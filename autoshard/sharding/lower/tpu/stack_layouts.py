@@ -37,6 +37,7 @@ from jax.experimental.layout import with_layout_constraint
 
 from autoshard import _compat
 from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.lower.activation_spread import has_rows
 from autoshard.sharding.lower.body_lowering import BodyLowering
 from autoshard.sharding.machines.constants import TPU_LANES
 from autoshard.sharding.program.host_memory import is_host_transfer
@@ -50,7 +51,8 @@ def pinned_slices(lowering: BodyLowering, op: Op, count: int, slices: list[Any])
     """Return the slices of one iteration of a scan, with activations constrained to the layout of the layers.
 
     No slice is constrained if the scan takes no stack from host memory, or if the program is not compiled for TPUs.
-    Parameters, slices that are still in host memory, and values that are not floats are never constrained.
+    Parameters, their gradients and moments, slices that are still in host memory, and values that are not floats are
+    never constrained.
 
     Args:
         lowering: lowers the scan.
@@ -64,7 +66,7 @@ def pinned_slices(lowering: BodyLowering, op: Op, count: int, slices: list[Any])
         return slices
 
     def pinned(value: int, x: Any) -> Any:
-        if any(value in found for found in weights) or _compat.is_on_host(x):
+        if any(value in found for found in weights) or _compat.is_on_host(x) or not has_rows(layout, value):
             return x
         order = order_on_host(layout, value) if _compat.is_on_host(avals[value]) else _order_kept(layout, value)
         return _ordered(lowering, value, x, order)
@@ -75,7 +77,8 @@ def pinned_slices(lowering: BodyLowering, op: Op, count: int, slices: list[Any])
 def pinned_results(lowering: BodyLowering, op: Op, args: list[Any]) -> list[Any]:
     """Return the operands of a transfer to host memory, constrained to the layout of the layers.
 
-    Operands stay as they are if no scan stacks the result in host memory, or if the program is not compiled for TPUs.
+    Operands stay as they are if no scan stacks the result in host memory, if they are no activations, or if the program
+    is not compiled for TPUs.
 
     Args:
         lowering: lowers the transfer.
@@ -88,7 +91,9 @@ def pinned_results(lowering: BodyLowering, op: Op, args: list[Any]) -> list[Any]
     if program not in _sent:
         _sent[program] = frozenset(_stacked_on_host(program))
     return [
-        _ordered(lowering, value, x, order_on_host(layout, value)) if value in _sent[program] else x
+        _ordered(lowering, value, x, order_on_host(layout, value))
+        if value in _sent[program] and has_rows(layout, value)
+        else x
         for value, x in zip(op.operands, args, strict=True)
     ]
 

@@ -1,1 +1,1 @@
-"""Rewrites the products of an optimizer's update, so that each device updates whole matrices of its own."""
+"""Rewrites the products of an optimizer's update, so that each device updates only some of the matrices."""

@@ -37,7 +37,7 @@ class UpdateKeys:
         return one.first.aval.shape, str(one.first.aval.dtype), tuple(written), names[one.last]
 
     def coefficient(self, x: Any, most: int = _MOST_EQUATIONS) -> Hashable:
-        """Return the key of a coefficient. Two coefficients have equal keys if they are computed in the same way."""
+        """Return a key that is equal for two coefficients if they are computed in the same way."""
         if isinstance(x, _compat.Literal):
             return _literal(x)
         if x not in self._known:
@@ -64,7 +64,7 @@ def _params(eqn: Any) -> Hashable:
 
 
 def _written(value: Any) -> Hashable:
-    """Return the text of a parameter, with the arrays of its jaxprs, which the text may omit."""
+    """Return a parameter as text. JAX shortens large arrays in the text of a jaxpr, so their elements are added."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_written, value))
     if not _compat.is_jaxpr(value):

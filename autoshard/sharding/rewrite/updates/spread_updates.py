@@ -1,4 +1,4 @@
-"""Rewrites a step so that each device updates whole matrices of its own.
+"""Rewrites a step so that each device updates only some of the matrices.
 
 Without this, every device gathers all matrices and computes all updates (`matrix_updates`). Here, the updates of equal
 matrices become one update of a stack of matrices. The stack is sharded along its matrices. Two operators exchange

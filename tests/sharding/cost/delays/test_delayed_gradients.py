@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
+from autoshard.models.workloads import workload
 from autoshard.sharding.cost.delays.delayed_gradients import held_until, points
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.spmdrules.ir.program import build
+from autoshard.train.program.build import workload_step
 
 ROWS, WIDTH, CLASSES = 64, 16, 32
 DOT = "dot_general"
@@ -143,3 +146,32 @@ def test_branches_and_loops_without_operators_are_planned(kept, target):
         return {"w": new, "old": kept(new, state["old"])}
 
     assert plan(step, {"w": W, "old": W}, X, target=target).candidates
+
+
+def peak(name, remat, words):
+    step, *shapes = workload_step(workload(name).with_(batch_size=1024, remat=remat, context=4096))
+    return plan(step, *shapes, target="v5p:4x8x8", plan=words, donate_argnums=0).estimate.peak_memory_bytes / 2**30
+
+
+def test_the_whole_gradient_of_a_head_is_held_over_the_backward_pass():
+    """Compiled with libtpu 0.0.42.1: 28.43 GiB. The gradient takes 1.1 GiB until it is scattered."""
+    assert peak("gpt-oss-20b", "keep:qkv+context+out_proj", "dp:4 fsdp:64") == pytest.approx(28.43, rel=0.03)
+
+
+def test_sums_of_activations_are_not_held_over_a_loop():
+    """Only reductions of gradients are asynchronous."""
+
+    def loss(params, x):
+        y = jnp.tanh(x @ params["up"]) @ params["down"]
+        z = jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=4)[0]
+        return jnp.mean((y + z) ** 2)
+
+    sizes = {"up": (1024, 4096), "down": (4096, 1024)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
+    x = jax.ShapeDtypeStruct((8, 2048, 1024), "float32")
+    bound = bound_or_error(plan(jax.grad(loss), params, x, target="v5p:2x2x2", plan="tp:8 seq").bound)
+    cost = bound.problem.cost(bound.layout)
+    whole = 8 * 2048 * 1024 * 4
+    assert [each.local_bytes for each in cost.collectives if each.kind == "reduce-scatter"] == [whole]
+    (held,) = [each for each in cost.live_buffers if each.nbytes == whole]
+    assert held.first.tolist() == held.last.tolist()

@@ -1,11 +1,14 @@
 """Gradients of weights that wait for the end of a loop."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
 from autoshard.models.workloads import workload
+from autoshard.sharding.cost.delays.delayed_products import ends_of_bodies
 from autoshard.sharding.planner.bound_plan import bound_or_error
-from autoshard.spmdrules.ir.program import walk
+from autoshard.spmdrules.ir.program import build, walk
 from autoshard.train.program.build import workload_step
 
 GiB = 2**30
@@ -44,3 +47,16 @@ def test_operands_of_a_heads_gradient_wait_for_the_backward_loop(words, target, 
     ]  # fmt: skip
     whole, logits, head = 64 * 1024 * 2048 * 2, 64 * 1024 * 51200 * 2 / 8, 51200 * 2048 * 2 / 8
     assert sorted(over) == pytest.approx(sorted([whole, logits - head]) if waits else [], rel=1e-3)
+
+
+def test_bodies_of_nested_loops_end_at_their_own_last_operator():
+    def inner(c, _):
+        return jnp.sin(c), None
+
+    def outer(c, _):
+        return jnp.cos(jax.lax.scan(inner, c, None, length=2)[0]), None
+
+    program = build(jax.make_jaxpr(lambda x: jnp.exp(jax.lax.scan(outer, x, None, length=3)[0]))(jnp.ones(4)))
+    ends = dict(zip([op.name for op in program.ops()], ends_of_bodies(program).tolist(), strict=True))
+    number = {op.name: n for n, op in enumerate(program.ops())}
+    assert ends["sin"] == number["sin"] and ends["cos"] == number["cos"] and ends["exp"] == -1

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import autoshard
+from autoshard.sharding.loops.host_moves import HostMoves, host_moves
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.offload.slice_moves import HostMoves, host_moves
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
 LENGTH, ROWS, WIDTH = 3, 16, 32

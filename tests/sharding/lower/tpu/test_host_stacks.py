@@ -7,7 +7,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import autoshard
-from autoshard.sharding.offload import slice_moves
+from autoshard.sharding.loops import host_moves
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.lower.tpu.loops import loops
 from tests.sharding.lower.tpu.scanned_layers import (
@@ -90,7 +90,7 @@ def test_the_last_layer_of_the_forward_loop_runs_after_it_and_moves_nothing():
 @pytest.mark.parametrize("kinds", [[BOTH], [INPUT, BOTH], [EARLY, LATE, INPUT]])
 def test_values_stay_the_same(kinds, words, reverse, length, monkeypatch):
     if length % 2:  # transfers take no time, so late slices are fetched now
-        monkeypatch.setattr(slice_moves, "HOST_BANDWIDTH_REACHED", 1e9)
+        monkeypatch.setattr(host_moves, "HOST_BANDWIDTH_REACHED", 1e9)
     fn = step(*kinds, reverse=reverse)
     check_values(made(fn, kinds, words, length=length), fn, (weights_of(kinds, length), X))
 

@@ -222,7 +222,7 @@ def test_a_branch_of_each_matrix_is_found():
 
 
 def unrolled(count: int) -> Any:
-    """Trace a training step of a perceptron. All of its products take data."""
+    """Trace a training step of a perceptron. Each of its products has rows of the batch as an operand."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for w in params:

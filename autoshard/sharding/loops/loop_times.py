@@ -8,8 +8,6 @@ from autoshard.sharding.program.flops import flops_of, matmul_flops
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.ir.program import Op, inlined, users_of, walk
 
-_UNCHANGED = ("name", "optimization_barrier", "sharding_constraint")  # operators whose results are their operands
-
 
 class LoopTimes:
     """The times at which the body of a scan uses and computes values: the FLOPs of an iteration before that.
@@ -52,21 +50,8 @@ class LoopTimes:
         maker = self.makers.get(value)
         if maker is None or not is_host_transfer(maker):
             return None
-        source = self.makers.get(_operand(maker, value))
+        source = self.makers.get(maker.operands[maker.results.index(value)])
         return 0.0 if source is None else self.begin[id(source)]
-
-    def enters(self, value: int) -> bool:
-        """Return whether a value in host memory is an input of the body that was moved there unchanged."""
-        maker, moves = self.makers.get(value), 0
-        while maker is not None and (maker.name in _UNCHANGED or is_host_transfer(maker)):
-            value, moves = _operand(maker, value), moves + is_host_transfer(maker)
-            maker = self.makers.get(value)
-        return maker is None and moves == 1
-
-
-def _operand(maker: Op, value: int) -> int:
-    """Return the operand from which an operator makes a value, if each result has an operand of its own."""
-    return maker.operands[maker.results.index(value)]
 
 
 def _with_nested(op: Op) -> Iterable[Op]:

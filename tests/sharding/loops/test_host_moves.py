@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from autoshard import _compat
+from autoshard.sharding.loops import host_moves as module
+from autoshard.sharding.loops.host_moves import host_moves, kept_slices
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.offload import slice_moves
-from autoshard.sharding.offload.slice_moves import fetched_slices, host_moves, kept_slices
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.spmdrules.ir.program import inlined
 from tests.sharding.lower.tpu.scanned_layers import (
@@ -34,7 +34,7 @@ from tests.sharding.lower.tpu.scanned_layers import (
 @pytest.fixture
 def fast_link(monkeypatch):
     """Lets transfers take no time. In these small layers, compute is much shorter than transfers."""
-    monkeypatch.setattr(slice_moves, "HOST_BANDWIDTH_REACHED", 1e9)
+    monkeypatch.setattr(module, "HOST_BANDWIDTH_REACHED", 1e9)
 
 
 def test_values_that_are_made_early_are_sent_in_their_iteration():
@@ -110,7 +110,7 @@ def test_a_slice_that_compute_does_not_hide_is_fetched_one_iteration_ahead(monke
     compute_s = 24 * 2 * ROWS * WIDTH**2 / (chip.flops * chip.efficiency)  # of the second layer: its 24 products
     fetch_s = ROWS * WIDTH * 4 / chip.host_bandwidth
     for factor, now in ((1.1, 1), (0.9, 0)):
-        monkeypatch.setattr(slice_moves, "HOST_BANDWIDTH_REACHED", factor * fetch_s / compute_s)
+        monkeypatch.setattr(module, "HOST_BANDWIDTH_REACHED", factor * fetch_s / compute_s)
         program = bound_or_error(made(fn, kinds).bound).executable.layout.axes.program
         (moves,) = [found for found in host_moves(program, chip).values() if found.now or found.ahead]
         assert (len(moves.now), len(moves.ahead)) == (now, 2 - now)
@@ -123,18 +123,9 @@ def test_slices_that_are_fetched_ahead_are_kept():
     plan = made(step(BOTH), [BOTH])
     program = bound_or_error(plan.bound).executable.layout.axes.program
     forward, backward = (op for op in program.ops() if op.name == "scan")
-    kept = kept_slices(program, find_target(plan.target).chip)
+    kept = kept_slices(program, host_moves(program, find_target(plan.target).chip))
     assert {*kept} < {*backward.blocks[0].inputs} and {each.maker for each in kept.values()} == {forward}
     assert {each.sent for each in kept.values()} < {*forward.blocks[0].outputs}
-    fetched = fetched_slices(program, find_target(plan.target).chip)
-    assert len(fetched) == 3 and all(places == (backward, forward) for places in fetched.values())
-
-
-def test_the_input_of_the_last_layer_is_copied():
-    """The other values are made by the last layer. They are not inputs of the loop's body."""
-    (moves,) = [each for each in scans(made(step(BOTH), [BOTH])).values() if each.kept]
-    assert len(moves.copied) == 1 and {*moves.copied} < {*moves.kept}
-    assert scans(made(step(INPUT), [INPUT]))[False].copied and not scans(made(step(LATE), [LATE]))[False].copied
 
 
 @pytest.mark.usefixtures("fast_link")

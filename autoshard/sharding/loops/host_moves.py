@@ -31,14 +31,13 @@ from weakref import WeakKeyDictionary
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard.sharding.loops.constants import FETCHED_NOW_FROM, SENT_NOW_UNTIL
+from autoshard.sharding.loops.loop_times import LoopTimes
 from autoshard.sharding.machines.chips import Chip
 from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
-from autoshard.sharding.offload.constants import FETCHED_NOW_FROM, SENT_NOW_UNTIL
-from autoshard.sharding.offload.loop_times import LoopTimes
 from autoshard.sharding.program.array_sizes import nbytes
-from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.sharding.program.operator_kinds import INLINED_CALLS
-from autoshard.spmdrules.ir.program import Block, Op, Program, inlined, users_of
+from autoshard.spmdrules.ir.program import Block, Op, Program, users_of
 
 
 @shown
@@ -52,7 +51,6 @@ class HostMoves:
         sent: the results that are sent now.
         ready: the stacks of `ahead` whose first slice another scan keeps.
         kept: the results of which the last iteration's is kept.
-        copied: those in `kept` that an iteration takes, and does not make. What is kept of them is a copy.
     """
 
     now: tuple[int, ...] = ()
@@ -60,7 +58,6 @@ class HostMoves:
     sent: tuple[int, ...] = ()
     ready: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
-    copied: tuple[int, ...] = ()
 
 
 @shown
@@ -96,29 +93,18 @@ def host_moves(program: Program, chip: Chip) -> Mapping[int, HostMoves]:
     return found[chip]
 
 
-def kept_slices(program: Program, chip: Chip) -> dict[int, KeptSlice]:
-    """Return the slices that stay on the device: the slice in the body of the scan that takes it -> how it is made."""
-    moves, found = host_moves(program, chip), dict[int, KeptSlice]()
+def kept_slices(program: Program, moves: Mapping[int, HostMoves]) -> dict[int, KeptSlice]:
+    """Return the slices that stay on the device: the slice in the body of the scan that takes it -> how it is made.
+
+    Args:
+        program: the program.
+        moves: the moves of its scans, by `host_moves`.
+    """
+    found = dict[int, KeptSlice]()
     for maker, k, taker, n in _pairs(program):
         if k in moves.get(id(maker), HostMoves()).kept:
             sent = maker.blocks[0].outputs[_arity(maker)[1] + k]
             found[taker.blocks[0].inputs[sum(_arity(taker)) + n]] = KeptSlice(maker, sent)
-    return found
-
-
-def fetched_slices(program: Program, chip: Chip) -> dict[int, tuple[Op, Op | None]]:
-    """Return the values that each iteration of a scan copies to the device from a stack in host memory.
-
-    Returns:
-        Value in device memory -> its scan, and the scan that keeps the first of the slices; None if none does.
-    """
-    found, kept = dict[int, tuple[Op, Op | None]](), kept_slices(program, chip)
-    for loop in [op for op in program.ops() if op.name == "scan"]:
-        slices = {tie.inner for tie in loop.edges if tie.stacked and _compat.is_on_host(program.avals[tie.inner])}
-        for op in filter(is_host_transfer, inlined(loop.blocks[0])):
-            for old, new in zip(op.operands, op.results, strict=True):
-                if old in slices:
-                    found[new] = loop, kept[old].maker if old in kept else None
     return found
 
 
@@ -158,8 +144,7 @@ def _moves(program: Program, chip: Chip) -> dict[int, HostMoves]:
     for maker, k, taker, n in _pairs(program):
         one, other = found[id(maker)], found[id(taker)]
         if n in other.ahead and loops[id(maker)].can_keep(k):
-            copied = (k,) if loops[id(maker)].enters(k) else ()
-            found[id(maker)] = replace(one, kept=(*one.kept, k), copied=(*one.copied, *copied))
+            found[id(maker)] = replace(one, kept=(*one.kept, k))
             found[id(taker)] = replace(other, ready=(*other.ready, n))
     return {key: moves for key, moves in found.items() if moves != HostMoves()}
 
@@ -209,10 +194,6 @@ class _Loop:
         """The seconds that the fetch of a slice takes; 0 if the bandwidth of the host is unknown."""
         bandwidth = self.chip.host_bandwidth * HOST_BANDWIDTH_REACHED
         return self.nbytes(k) / bandwidth if bandwidth else 0.0
-
-    def enters(self, k: int) -> bool:
-        """Whether a result is an input of the body."""
-        return self.times.enters(self.results[k])
 
     def can_keep(self, k: int) -> bool:
         """Whether the body transfers a result itself, so that it can return the value on the device, too."""
