@@ -6,9 +6,14 @@
     kept            the last iteration's result, in device memory, until the next scan takes it first
 
 A slice is fetched now if it is needed in the second half of the iteration's FLOPs, and if the compute before that is as
-long as the fetch; else ahead. It is needed when the first product or inner loop uses it or a value that other operators
-compute from it. Those operators can wait. A result is sent now if it is computed in the first half of the FLOPs. XLA
-schedules the other sends. The bounds are `FETCHED_NOW_FROM` and `SENT_NOW_UNTIL`.
+long as the fetch; else ahead. If all fetches of an iteration take longer than its compute, only the first condition
+counts: the device waits for the link anyway. GPT 1.3B with six layers, compiled for v6e:2x4 (`dp:2 tp:4`, 128 rows of
+1024 tokens, `host:qkv+context+mlp_in`), takes 275 ms. With keys and values fetched ahead, because they come after the
+queries, it takes 295 ms, and its memory is 7 % larger.
+
+A slice is needed when the first product or inner loop uses it or a value that other operators compute from it. Those
+operators can wait. A result is sent now if it is computed in the first half of the FLOPs. XLA schedules the other
+sends. The bounds are `FETCHED_NOW_FROM` and `SENT_NOW_UNTIL`.
 
 Slices are fetched one after the other, in the order in which they are needed. If several are needed at the same time,
 the smallest is fetched first. XLA schedules a loop body backward and gives each fetch more compute than it needs, so
@@ -175,10 +180,11 @@ class _Loop:
     def moves(self) -> HostMoves:
         """Return when the scan moves slices, if no scan keeps any."""
         now, ahead, link_s = list[int](), list[int](), 0.0
+        can_hide = bool(self.takes) and sum(map(self.fetch_s, self.takes)) <= self.compute_s(self.times.total)
         for k in sorted(self.takes, key=lambda k: (self.takes[k], self.nbytes(k))):
             fetch_s = link_s + self.fetch_s(k)
             is_late = self.takes[k] >= self.times.total * FETCHED_NOW_FROM
-            if is_late and fetch_s <= self.takes[k] / (self.chip.flops * self.chip.efficiency):
+            if is_late and (fetch_s <= self.compute_s(self.takes[k]) or not can_hide):
                 now.append(k)
                 link_s = fetch_s
             else:
@@ -189,6 +195,10 @@ class _Loop:
     def nbytes(self, k: int) -> int:
         """The bytes of a slice."""
         return nbytes(self.avals[self.slices[k]])
+
+    def compute_s(self, flops: float) -> float:
+        """The seconds that FLOPs take."""
+        return flops / (self.chip.flops * self.chip.efficiency)
 
     def fetch_s(self, k: int) -> float:
         """The seconds that the fetch of a slice takes; 0 if the bandwidth of the host is unknown."""

@@ -102,18 +102,21 @@ def test_the_smallest_of_slices_that_are_needed_at_the_same_time_is_fetched_firs
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_slice_that_compute_does_not_hide_is_fetched_one_iteration_ahead(monkeypatch):
-    """The link's bandwidth is such that the compute before the use is as long as the fetch, or a little shorter."""
-    fn, kinds = step(INPUT, INPUT), [INPUT] * 2
+@pytest.mark.parametrize(("share", "now"), [(0.9, 1), (1.1, 0), (1.9, 0), (2.1, 1)])
+def test_a_slice_that_compute_before_it_does_not_hide_is_fetched_one_iteration_ahead(share, now, monkeypatch):
+    """The fetch takes a share of the compute before its use. That is half of the compute of an iteration.
+
+    If all compute of an iteration is too short, the device waits for the link anyway.
+    """
+    fn, kinds = step(INPUT, ()), [INPUT, ()]
     plan = made(fn, kinds)
     chip = find_target(plan.target).chip
     compute_s = 24 * 2 * ROWS * WIDTH**2 / (chip.flops * chip.efficiency)  # of the second layer: its 24 products
     fetch_s = ROWS * WIDTH * 4 / chip.host_bandwidth
-    for factor, now in ((1.1, 1), (0.9, 0)):
-        monkeypatch.setattr(module, "HOST_BANDWIDTH_REACHED", factor * fetch_s / compute_s)
-        program = bound_or_error(made(fn, kinds).bound).executable.layout.axes.program
-        (moves,) = [found for found in host_moves(program, chip).values() if found.now or found.ahead]
-        assert (len(moves.now), len(moves.ahead)) == (now, 2 - now)
+    monkeypatch.setattr(module, "HOST_BANDWIDTH_REACHED", fetch_s / (share * compute_s))
+    program = bound_or_error(made(fn, kinds).bound).executable.layout.axes.program
+    (moves,) = [found for found in host_moves(program, chip).values() if found.now or found.ahead]
+    assert (len(moves.now), len(moves.ahead)) == (now, 1 - now)
 
 
 def test_slices_that_are_fetched_ahead_are_kept():

@@ -15,12 +15,19 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from autoshard import Plan, plan
+from autoshard.sharding.loops import host_moves as module
 from autoshard.sharding.loops.host_moves import host_moves
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.offload.steps import arguments, parameters, rows, step_of
 
 TARGET, PLANS = "v5e:2x4", ("fsdp:8", "dp:2 tp:4", "dp:2 fsdp:2 tp:2")
+
+
+@pytest.fixture(autouse=True)
+def no_slice_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets loops fetch all slices one iteration ahead, so that all last slices stay on the device."""
+    monkeypatch.setattr(module, "FETCHED_NOW_FROM", 2.0)
 
 
 def kept(made: Plan) -> int:
