@@ -22,7 +22,7 @@ the last layer together with what follows. Eight layers of Llama 3.1 8B, compile
 gathered above the values of the last layer. They need 14.5 GiB, and 14.3 if nothing is kept.
 
 Compiled for v5e:2x4, eight layers of six matrices under `fsdp:8`, with two values of 64 MiB per layer in host memory,
-take 333 ms instead of 394 (`benchmarks/host_stacks.py`).
+take 362 ms instead of 422 (`benchmarks/host_stacks.py`).
 
 Mistral 7B is an example (`python benchmarks/recipes.py --only mistral-7b-v6e-8`). Its plan for v6e:2x4 keeps queries,
 keys and values in host memory. The backward pass scales the queries early, but only the gradient of attention, which
