@@ -8,8 +8,10 @@
 Every machine has 256 chips, and every chip the same share of the batch (`gallery_models.py`). The planner chooses the
 strategy, the rematerialization, the values on the host and the microbatches. With `--compile` the plan is compiled by
 the machine's own compiler, without the machine, and `estimate.py` judges the program. With `--schedule` no machine code
-is made: a plan takes seconds instead of minutes, and is judged by the roofline only. A stored figure stays until the
-plan changes. Results are stored in `results/gallery.json` after each plan, pages in `docs/gallery/`.
+is made: a plan takes seconds instead of minutes, and is judged by the roofline only. Compilers for GPUs do not stop at
+the schedule and state no cycles, so both options compile, and the roofline judges; this needs the extra `aot-cuda`. A
+stored figure stays until the plan changes. Results are stored in `results/gallery.json` after each plan, pages in
+`docs/gallery/`.
 
 The MFU counts the products of one step without rematerialization, divided by the step time and the chips' peak.
 """
@@ -106,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stored = cells.get(model, {}).get(target)
             if given.missing and stored is not None:
                 continue
-            until: Until | None = "code" if given.compile else "schedule" if given.schedule else None
+            compiled = given.compile or (given.schedule and find_target(target).platform != "tpu")
+            until: Until | None = "code" if compiled else "schedule" if given.schedule else None
             found = planned(model, target, until, given.timeout)
             if stored is not None and found["compiled"] is None and _same_plan(found, stored):
                 found["compiled"] = stored["compiled"]

@@ -20,8 +20,8 @@ _INDEX = """# Gallery
 Plans of {models} public models for {machines} machines of 256 chips each. Every chip gets the same share of the batch:
 16,384 tokens or 64 images. Nothing was run. `predicted` is the planner's estimate. `compiled` is what an independent
 estimate (`benchmarks/estimate.py`) says about the program that the machine's own compiler made: a time by its cycles,
-and a time by a roofline of operations and bytes. Where there is one time, it is the roofline of the compiler's
-schedule, without machine code.
+and a time by a roofline of operations and bytes. Where there is one time, it is the roofline: on TPUs of the compiler's
+schedule, without machine code; on GPUs of the compiled program, because their compiler states no cycles.
 
 A cell shows the predicted step time. Below it is the model FLOPs utilization (MFU): the products of a step without
 recomputation, divided by the step time and the chips' peak. "does not fit" means that no plan fits the memory.
@@ -29,6 +29,7 @@ Empty cells are not planned yet; `--missing` plans them.
 
     python benchmarks/gallery.py            # plans everything again and writes these pages
     python benchmarks/gallery.py llama3.1-8b --target v6e:16x16 --schedule
+    python benchmarks/gallery.py llama3.1-8b --target h100:32x8 --schedule      # needs the extra aot-cuda
 
 {table}
 

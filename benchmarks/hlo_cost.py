@@ -6,10 +6,11 @@ that it calls.
     convolution   2 x batch x features of the result x input features of the kernel x, for each spatial dimension, the
                   pairs (output position, kernel position) that meet a real input, neither padding nor the holes of a
                   dilation (XLA:TPU writes batched products as such convolutions)
-    custom calls  cuBLAS and cuDNN calls count in the same way. Any other call counts by its `cost_estimate`, if it has
-                  one. That also gives bytes and transcendental operations, each of `VECTOR_OPS` vector operations.
-                  The stated bytes include operands and results in the chip's own memory. They are subtracted once: the
-                  instructions that move them to the chip and back count by themselves
+    custom calls  cuBLAS and cuDNN calls count in the same way. Any other call counts by its `cost_estimate`, or by the
+                  `serialized_metadata` of a Triton kernel, if it has one. That also gives bytes and transcendental
+                  operations, each of `VECTOR_OPS` vector operations. The stated bytes include operands and results in
+                  the chip's own memory. They are subtracted once: the instructions that move them to the chip and back
+                  count by themselves
 Products at a higher precision take several passes of a TPU's matrix unit (3 for `high`, 6 for `highest`); 32-bit ones
 run at half speed on a GPU (TF32). `work` includes that, `flops` does not. Elementwise arithmetic is not counted.
 
@@ -47,6 +48,7 @@ SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = ("dynamic-update-slice", "scatter")
 MOVES = ("copy", "convert", "transpose")  # each element of the result is one of the operand
 PASSES = {"high": 3, "highest": 6}
+QUOTE = r"\22"  # how the text of a program writes a quotation mark in a string
 # Operations on vectors for each exponential of an attention kernel: those on the mask, the maximum, the sum, and casts.
 VECTOR_OPS = 9
 
@@ -81,13 +83,14 @@ def cost(module: Module, where: Computation, instruction: Instruction, gpu: bool
 
 def stated_cost(instruction: Instruction) -> Cost | None:
     """Return the cost that a kernel states to the compiler; None for other instructions."""
-    found = re.search(r'"cost_estimate":\{([^}]*)\}', instruction.attributes)
-    if instruction.opcode != "custom-call" or not found:
+    if instruction.opcode != "custom-call":
         return None
-    stated = {name: float(count) for name, count in re.findall(r'"(\w+)":"?(\d+)', found[1])}
-    operations = stated.get("flops", 0.0)
-    vector = VECTOR_OPS * stated.get("transcendentals", 0.0)
-    return Cost(operations, operations, stated.get("bytes_accessed", 0.0), vector=vector)
+    text = instruction.attributes.replace(QUOTE, '"')
+    found = re.search(r'"cost_estimate":\{([^}]*)\}', text) or re.search(r'serialized_metadata = "\{([^}]*)\}"', text)
+    stated = {name: float(count) for name, count in re.findall(r'"(\w+)":\s*"?(\d+)', found[1] if found else "")}
+    moved = stated.get("bytes_accessed", stated.get("moved_bytes", 0.0))
+    operations, vector = stated.get("flops", 0.0), VECTOR_OPS * stated.get("transcendentals", 0.0)
+    return Cost(operations, operations, moved, vector=vector) if stated else None
 
 
 def is_free(instruction: Instruction) -> bool:

@@ -105,6 +105,14 @@ def test_opaque_kernels():
     assert cost_of(unknown, a="f32[8]{0}").hbm_bytes == 64
 
 
+def test_a_triton_kernel_states_its_cost():
+    stated = r"{\22flops\22: \2277.0\22, \22itemsize\22: \222\22, \22moved_bytes\22: \221000\22}"
+    line = 'f32[8]{0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "ML\\EFR"'
+    found = cost_of(f'{line}, serialized_metadata = "{stated}"}}', gpu=True, a="f32[8]{0}")
+    assert (found.flops, found.work, found.hbm_bytes) == (77, 77, 1000)
+    assert cost_of(f"{line}}}", gpu=True, a="f32[8]{0}").flops == 0
+
+
 def test_a_kernel_moves_no_bytes_of_arrays_on_the_chip():
     line = (
         'f32[8,8]{1,0} custom-call(%a, %b), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":'

@@ -5,7 +5,7 @@ constrained to their own shardings before an operator reshards them (`pinned_ope
 which an elementwise operator uses them (`gathered_operands`). A stored parameter is constrained in the narrower of its
 stored and its compute dtype: after a cast to bfloat16, before one to float32. XLA propagates shardings to all other
 values. With more constraints, it would keep gathered activations for the gradients. Loops, branches and calls are
-rewritten in place. Source lines and name scopes are kept. On TPUs, state waits for its gradients (`update_barriers`).
+rewritten in place. Source lines and name scopes are kept. On TPUs, some values wait for gradients (`tpu.barriers`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from autoshard.sharding.lower.merged_rows import reshaped_rows
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, on_shards, scope
 from autoshard.sharding.lower.products.scattered_products import scattered_product
 from autoshard.sharding.lower.products.sums_on_shards import sums_on_shards
+from autoshard.sharding.lower.tpu.barriers import Barriers
 from autoshard.sharding.lower.tpu.host_stacks import scan_with_host_stacks
 from autoshard.sharding.lower.tpu.stack_layouts import pinned_results, pinned_slices
-from autoshard.sharding.lower.tpu.update_barriers import UpdateBarriers
 from autoshard.sharding.machines.chips import Chip
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.overlap.marks import Marks
@@ -90,7 +90,7 @@ class Lowering:
         self.held: dict[Gather, Any] = {}  # the parameters that are gathered already, in the code that is lowered now
         self.kept: dict[int, Any] = {}  # stack in host memory -> its last slice, which stays on the device
         self.overlap, self.modules = overlap, ModuleCollectives(layout, mesh, overlap) if overlap is not None else None
-        self.rows, self.updates, self.constraints = ScatteredRows(self), UpdateBarriers(layout, tpu is not None), 0
+        self.rows, self.barriers, self.constraints = ScatteredRows(self), Barriers(self), 0
         self._reversed: dict[int, tuple[Op, Any]] = {}  # reversed parameter -> its `rev` operator, and the operand
 
     def __call__(self, *args: Any) -> list[Any]:
@@ -145,7 +145,7 @@ class Lowering:
                 continue
             if self.layers is not None:
                 self.layers.before(op)
-            self.updates.before(op, env)
+            self.barriers.before(op, env)
             with _compat.source_of(op.eqn):
                 for i, spec in pinned_operands(self.layout, op, block, self.link_prices).items():
                     env[op.eqn.invars[i]] = self.constrain(read(op.eqn.invars[i]), spec)

@@ -211,13 +211,12 @@ def _gpu(
     efficiency_fp8: float = 0.0,
     **more: Any,
 ) -> Chip:
-    # No compiler options: XLA:GPU's defaults are kept.
     return Chip(
         "cuda", tflops * 1e12, tflops / 2 * 1e12, gb * GB, hbm_gb * GB, nvlink_gb * GB, net_gb * GB,
         constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US, host_gb * GB, ram_gb * GB,
         tile=constants.GPU_TILE, hides=_ASYNCHRONOUS, flops_int8=2e12 * tflops,
         flops_fp8=2e12 * tflops * (efficiency_fp8 > 0), efficiency_fp8=efficiency_fp8,
-        kinds=tuple(kinds.split("|")), **more,
+        kinds=tuple(kinds.split("|")), options=default_options("h100"), **more,  # all GPUs have the same
     )  # fmt: skip
 
 

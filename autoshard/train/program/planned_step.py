@@ -131,7 +131,8 @@ def search_variants(config: TrainConfig, **verification: Any) -> tuple[TrainConf
         **verification: Options `verify` and `verify_timeout_s` of `autoshard.plan`.
 
     Returns:
-        The config with the best variant, and its plan, which lists the variants that were planned.
+        The config with the best variant, and its plan, which lists the variants that were planned. A note of the plan
+        names each setting of `config` that the variant replaces.
 
     Raises:
         ConfigError: The model is not the built-in one.
@@ -199,7 +200,22 @@ def search_variants(config: TrainConfig, **verification: Any) -> tuple[TrainConf
         plan = plan_within_memory(planned, (), (AUTO,) if pipelined else (OPTIMIZER,), **place)
     else:
         plan = planned(planner_words(config.offload, "", pipelined=pipelined))
-    return variant(**plan.variant), plan
+    found = variant(**plan.variant)
+    return found, plan.where(notes=(*plan.notes, *_replaced(config, found)))
+
+
+def _replaced(given: TrainConfig, found: TrainConfig) -> list[str]:
+    """Say which settings a search replaced, of those that are not at their defaults."""
+    settings = (
+        ("gpt.remat", given.gpt.remat, found.gpt.remat, type(given.gpt)().remat),
+        ("microbatches", given.microbatches, found.microbatches, type(given).microbatches),
+    )
+    keeps = "--variants given keeps it" if given.variants == "search" else "another --offload than auto keeps it"
+    return [
+        f"the search chose {name} {after} in place of {before}, which was set; {keeps}"
+        for name, before, after, default in settings
+        if before not in (after, default)
+    ]
 
 
 def _stacked(config: TrainConfig) -> TrainConfig:

@@ -34,7 +34,7 @@ def test_an_operand_has_the_shardings_in_between(monkeypatch, stored, wanted, be
     monkeypatch.setattr(declared_operators, "run_sharded", lambda params, mesh, specs, wants, *args: list(args))
     monkeypatch.setattr(declared_operators, "operand_spec", lambda layout, value: stored)
     op: Any = SimpleNamespace(eqn=SimpleNamespace(params={}), operands=[0])
-    lowering: Any = SimpleNamespace(layout=None, mesh=None, constrain=constrain, on_tpu=False)
+    lowering: Any = SimpleNamespace(layout=None, mesh=None, constrain=constrain, tpu=None)
     chosen: Any = SimpleNamespace(rule=lambda _: SimpleNamespace(operands=["dims"]), spec=lambda _: wanted, form=None)
     assert declared_operators.run_declared(lowering, op, chosen, [wanted], ["x"]) == ["x"]
     assert constrained == between

@@ -41,6 +41,22 @@ def test_the_search_takes_the_fastest_variant_that_fits(make_config: MakeConfig)
     assert plan.fits and (tight.gpt.remat, tight.microbatches) != (free.gpt.remat, 1)
 
 
+@pytest.mark.parametrize(
+    ("how", "keeps"),
+    [({"variants": "search"}, "--variants given"), ({"variants": "given", "offload": "auto"}, "another --offload")],
+)
+def test_a_search_names_the_settings_that_it_replaces(make_config: MakeConfig, how: dict[str, str], keeps: str) -> None:
+    gpt: dict[str, Any] = SHAPE["gpt"]
+    given = make_config(**SHAPE | how | {"gpt": {**gpt, "remat": "full"}})
+    found, plan = search_variants(given)
+    assert found.gpt.remat != "full"
+    (note,) = [note for note in plan.notes if "the search chose" in note]
+    assert note.startswith(f"the search chose gpt.remat {found.gpt.remat} in place of full") and keeps in note
+    assert note in str(plan)
+    _, plan = search_variants(make_config(**SHAPE | how))
+    assert not [note for note in plan.notes if "the search chose" in note]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*attached devices are idle")
 def test_a_run_uses_the_chosen_variant(make_config: MakeConfig, tmp_path: Path) -> None:

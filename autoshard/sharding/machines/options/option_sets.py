@@ -60,18 +60,9 @@ The rest of the vector memory holds whole arrays, so the largest limits make sma
 longer: the first column took 7 s on v5e and 43 s with the set. The recipes on which the efficiencies of v5p, v6e and
 tpu7x are calibrated have large limits, too: 98304 KiB, and 61440 on tpu7x.
 
-With `full-memory` the scheduler may fill all of the memory. Without it, gathers become synchronous if the program needs
-more than a share of the memory, which is between 89 and 91 %. The set does not always make the step faster: a gathered
-weight in flight takes on-chip memory from the products beside it. On v5e, at 93 % of the memory, relative to the
-default sets (first row: `autoshard plan moe-2.4b --target v5e:4x4 --plan "dp:2 fsdp:8" --batch-size 256 --remat
-keep:context+mlp_in+mlp_out`; second row: `benchmarks/memory_pressure.py`):
-
-    program                              step by cycles   by roofline   exposed time of collectives
-    MoE of 2.4B, dp:2 fsdp:8             0.976            0.949         0.77
-    two products a layer, fsdp:8         1.037            0.955         0.53
-
-`host_memory` has the figures of sets for host memory. The recipes of `layer-scheduler` also run reduce-scatters on the
-SparseCores. The set leaves that out, because wrong numbers were reported for it.
+`host_memory` has the figures of sets for host memory, `full_memory` those of `full-memory`. The recipes of
+`layer-scheduler` also run reduce-scatters on the SparseCores. The set leaves that out, because wrong numbers were
+reported for it.
 """
 
 from __future__ import annotations
@@ -80,10 +71,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from autoshard._shown import shown
+from autoshard.sharding.machines.options.full_memory import ALMOST_FULL, FULL_MEMORY, GPU_CHIPS, TPU_CHIPS
 from autoshard.sharding.machines.options.host_memory import HOST_TRANSFERS, LINK_SPEEDS
 from autoshard.sharding.machines.options.option_table import KEEP_GATHERS, SPARSE_CORE_OFFLOAD, TILES, Options
 
-GPU_CHIPS = ("a100-40", "a100-80", "h100", "h200", "b200", "gb200")
 # A value that stands for the bytes of one layer's weights, which differ by program.
 LAYER_BYTES = "LAYER_BYTES"
 
@@ -149,14 +140,8 @@ _GATHER_FUSION: Options = {
     f"{_FUSION}_multiple_steps": "true",
     "xla_enable_async_all_gather": "true",
 }
-_TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 _ABNORMAL_LOSSES = "AXLearn reports abnormal losses"
-
-# `full-memory` is tried for plans that take at least this share of the memory. Source:
-# `benchmarks/memory_pressure.py --show`. Without the set, a v5e hides gathers up to 89 % of the memory, fewer at 91 %,
-# and none at 93 %.
-_ALMOST_FULL = 0.85
 
 
 def _always(_: ProgramFacts) -> bool:
@@ -184,10 +169,10 @@ _ALL = (
     OptionSet(
         "no-collective-matmul",
         "products are not split into rings of permutes",
-        dict.fromkeys(_TPUS, {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}),
+        dict.fromkeys(TPU_CHIPS, {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}),
         "fsdp; compiled without it, a GPT's step on v5e takes 1.5 times as long",
         _always,
-        default=_TPUS,
+        default=TPU_CHIPS,
     ),
     OptionSet(
         "sparse-core-gathers",
@@ -253,15 +238,16 @@ _ALL = (
     OptionSet(
         "full-memory",
         "the scheduler may fill all of the memory, so gathers stay asynchronous in programs that almost fill it",
-        dict.fromkeys(_TPUS, {"xla_tpu_scheduler_percent_shared_memory_limit": "100"}),
+        FULL_MEMORY,
         "programs with all-gathers that almost fill the memory",
-        lambda facts: _gathers(facts) and facts.memory_share >= _ALMOST_FULL,
+        lambda facts: _gathers(facts) and facts.memory_share >= ALMOST_FULL,
+        default=GPU_CHIPS,
     ),
     OptionSet(
         "data-parallel-overlap",
         "gradient reductions between slices overlap with compute",
         dict.fromkeys(
-            _TPUS,
+            TPU_CHIPS,
             {
                 "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
                 "xla_tpu_data_parallel_opt_different_sized_ops": "true",

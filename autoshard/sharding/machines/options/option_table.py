@@ -6,6 +6,7 @@ Sources:
     axlearn   apple/axlearn, `axlearn/common/compiler_options.py` (2026-07): defaults by TPU version, with comments
     nvidia    docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX and XLA"
     gpu       AI-Hypercomputer/gpu-recipes, `training/a3ultra`: the flags of published runs on H200
+    xla       openxla/xla, `xla/service/gpu/gpu_hlo_schedule.cc` and `xla/xla.proto`
     jax       jax-ml/jax, issue 38741 (2026-06): NaN on v6e
     libtpu    the list of options that the compiler writes with `--xla_dump_to`
 
@@ -288,6 +289,12 @@ _ALL = (
         "maxtext, axlearn",
     ),
     # GPUs.
+    Option(
+        "xla_gpu_memory_limit_slop_factor",
+        "the device memory that the scheduler may fill, in percent of 80 % of the memory without inputs and results",
+        "xla",
+        "above 115 a program may no longer fit",
+    ),
     Option(
         "xla_gpu_enable_latency_hiding_scheduler",
         "the scheduler moves collectives, so that compute hides them",

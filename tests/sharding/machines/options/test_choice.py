@@ -2,6 +2,7 @@
 
 import pytest
 
+from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.machines.options import (
     SETS,
     ProgramFacts,
@@ -17,6 +18,7 @@ from autoshard.sharding.machines.options import (
     with_set,
     without_reported,
 )
+from autoshard.sharding.machines.options.full_memory import GPU_CHIPS
 
 KINDS = frozenset({"all-gather", "reduce-scatter"})
 GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
@@ -139,3 +141,11 @@ def test_the_speed_of_the_host_link_is_tried_where_values_move():
     assert "host-link" not in [
         each.name for each in applicable_sets(ProgramFacts("v5e", host_traffic_bytes=1e9), default_options("v5e"))
     ]
+
+
+def test_the_scheduler_may_fill_the_memory_of_every_gpu():
+    for chip in GPU_CHIPS:
+        assert sets_in(chip, default_options(chip)) == (["full-memory"], [])
+        assert CHIPS[chip].options == default_options(chip)
+        (percent,) = default_options(chip).values()
+        assert 0.9 < 0.8 * int(percent) / 100 < 0.95  # of XLA's 80 % of the memory

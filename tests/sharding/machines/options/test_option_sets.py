@@ -4,7 +4,7 @@ import pytest
 
 from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.machines.options import OPTIONS, SETS, ProgramFacts, conflicts, default_options, with_set
-from autoshard.sharding.machines.options.option_sets import GPU_CHIPS
+from autoshard.sharding.machines.options.full_memory import GPU_CHIPS
 
 FULL = {"slices": 2, "host_traffic_bytes": 1.0, "gather_dims": 3, "layer_bytes": 1 << 20, "memory_share": 1.0}
 KINDS = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
@@ -12,7 +12,7 @@ KINDS = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: option.name)
 def test_every_option_is_described(option):
-    known = {"maxtext", "recipes", "axlearn", "nvidia", "gpu", "jax", "libtpu"}
+    known = {"maxtext", "recipes", "axlearn", "nvidia", "gpu", "xla", "jax", "libtpu"}
     assert option.effect and option.trouble and {word.strip() for word in option.source.split(",")} <= known
     assert {*option.needs, *option.excludes} <= OPTIONS.keys()
 
