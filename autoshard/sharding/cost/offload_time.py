@@ -4,7 +4,9 @@
     busy     = max(time of transfers to the host, time of transfers from it), for each loop body and each stretch of
                straight code
     first    = time of the transfers from the host that the first iteration of a loop needs, each time the loop starts
-    exposed  = first + max(0, busy - first - compute of the same body or stretch)
+    late     = for each result that a loop on a TPU sends in its own iteration: the compute of the body until the result
+               is there, and the time to send it and the results after it; the largest of these sums
+    exposed  = first + max(0, busy - first - compute of the same body or stretch, late - compute of the body)
 
 The link carries both directions at once. Compilers start a transfer, and wait for its end, in the loop body or straight
 code that contains it. So only the compute there can hide it. A nested loop body does not count: it is a stretch of its
@@ -15,16 +17,17 @@ On tpu7x compute hides no fetches (`Chip.hides_fetches`): `first` is the time of
 nothing hides transfers, and the two directions take turns (`machines.constants.EXPOSED_TRANSFERS`): all of their time
 is exposed.
 
-On TPUs, the program says when loops move slices, so that all compute of an iteration can hide them
-(`loops.host_moves`). The last iteration of a forward loop does not send what it keeps for the backward loop, and the
-first iteration of the backward loop does not wait for it. It waits for its other slices: nothing hides their fetches.
-Slices that are fetched in their own iteration have the same price.
+On TPUs, the program says when loops move slices (`loops.host_moves`), so that all compute of an iteration can hide
+them. Only the compute after a result hides its transfer, if it is sent in its own iteration. The last iteration of a
+forward loop does not send what it keeps for the backward loop, and the first iteration of the backward loop does not
+wait for it. It waits for its other slices: nothing hides their fetches. Slices that are fetched in their own iteration
+have the same price.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard import _compat
@@ -35,13 +38,14 @@ from autoshard.sharding.cost.equivalence_classes import value_classes
 from autoshard.sharding.cost.stretches import Stretches, StretchTimes
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
-from autoshard.sharding.loops.host_moves import host_moves, kept_slices
+from autoshard.sharding.loops.host_moves import HostMoves, host_moves, kept_slices
+from autoshard.sharding.loops.loop_times import LoopTimes
 from autoshard.sharding.machines.chips import Chip
 from autoshard.sharding.machines.constants import EXPOSED_TRANSFERS, HOST_BANDWIDTH_REACHED
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.core.placement import axes_of
-from autoshard.spmdrules.ir.program import Op, walk
+from autoshard.spmdrules.ir.program import Op, Program, walk
 
 
 @shown
@@ -91,15 +95,24 @@ class HostTraffic:
         self.whole: dict[tuple[int, int, bool], float] = defaultdict(float)
         # (stretch, class of the value) -> bytes that the first iterations of its loop wait for
         self.first: dict[tuple[int, int], float] = defaultdict(float)
-        kept = kept_slices(axes.program, host_moves(axes.program, chip)) if chip.platform == "tpu" else {}
+        # stretch -> the results that its loop sends in their own iteration, in the order in which they are computed:
+        # (the fraction of an iteration's compute before that, class of the value, bytes of a step before sharding)
+        self.now: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
+        moves = host_moves(axes.program, chip) if chip.platform == "tpu" else {}
+        kept, sendable = kept_slices(axes.program, moves), _sendable(axes.program, moves)
         lengths = {each.sent: each.maker.eqn.params["length"] for each in kept.values()}
         starts = _loop_starts(stretches)
         for (op, stretch, n), number in zip(moved, found.numbers.tolist(), strict=True):
             to_host, size = _compat.is_on_host(op.eqn.outvars[n].aval), nbytes(op.eqn.invars[n].aval)
             unsent = op.trips / lengths[op.results[n]] if op.results[n] in lengths else 0.0
-            self.whole[stretch, number, to_host] += size * (op.trips - unsent)
+            whole = size * (op.trips - unsent)
+            self.whole[stretch, number, to_host] += whole
+            if op.results[n] in sendable:
+                self.now[stretch].append((sendable[op.results[n]], number, whole))
             if not to_host and op.operands[n] not in kept:
                 self.first[stretch, number] += size * starts.get(id(op), 0.0)
+        for sent_now in self.now.values():
+            sent_now.sort()
         trips = dict(zip(stretches.number.tolist(), stretches.trips.tolist(), strict=True))
         self.trips = {stretch: trips[stretch] for stretch, _, _ in self.whole}
 
@@ -129,8 +142,28 @@ class HostTraffic:
         for (stretch, number), whole in self.first.items():
             waits[stretch] += whole * fractions[number]
         first = {s: (waits[s] if chip.hides_fetches else sent[s][False]) * per_byte for s in busy}
-        exposed = sum(first[s] + max(busy[s] - first[s] - compute[s], 0.0) for s in busy)
+        late = {s: self._late_us(s, compute[s], fractions, per_byte) for s in busy}
+        exposed = sum(first[s] + max(busy[s] - first[s] - compute[s], late[s] - compute[s], 0.0) for s in busy)
         return HostTime(total, sum(busy.values()), exposed)
+
+    def _late_us(self, stretch: int, compute_us: float, fractions: Sequence[float], per_byte: float) -> float:
+        """Return the time `late` of a stretch (see above)."""
+        latest, link_us = 0.0, 0.0
+        for before, number, whole in reversed(self.now.get(stretch, [])):
+            link_us += whole * fractions[number] * per_byte
+            latest = max(latest, before * compute_us + link_us)
+        return latest
+
+
+def _sendable(program: Program, moves: Mapping[int, HostMoves]) -> dict[int, float]:
+    """Return the values that loops send in their own iteration -> the fraction of its FLOPs until they are computed."""
+    found: dict[int, float] = {}
+    for op in program.ops():
+        if op.name == "scan" and (numbers := moves.get(id(op), HostMoves()).sent):
+            times, carries = LoopTimes(op), _compat.scan_arity(op.eqn.params)[1]
+            for value in (op.blocks[0].outputs[carries + k] for k in numbers):
+                found[value] = (times.sendable(value) or 0.0) / (times.total or 1.0)
+    return found
 
 
 def _loop_starts(stretches: Stretches) -> dict[int, float]:

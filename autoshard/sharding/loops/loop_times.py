@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from autoshard.sharding.program.flops import flops_of, matmul_flops
 from autoshard.sharding.program.host_memory import is_host_transfer
@@ -20,9 +20,11 @@ class LoopTimes:
         block, trips = scan.blocks[0], scan.trips * scan.eqn.params["length"]
         self.ops, self.total, self.results = list(inlined(block)), 0.0, {*block.outputs}
         self.begin: dict[int, float] = {}  # id of an operator -> the FLOPs before it
+        self.end: dict[int, float] = {}  # id of an operator -> the FLOPs before it and its own
         for op in self.ops:
             self.begin[id(op)] = self.total
             self.total += sum(flops_of(each) * each.trips / trips for each in _with_nested(op)) if trips else 0.0
+            self.end[id(op)] = self.total
         self.users = users_of(self.ops)
         self.makers = {v: op for op in self.ops for v in op.results}
         self.needs: dict[int, float] = {}  # value -> when the first product takes it, or a value computed from it
@@ -46,12 +48,19 @@ class LoopTimes:
         return min(products or (self.begin[id(op)] for new in moved for op in self.users.get(new, [])), default=None)
 
     def made(self, value: int) -> float | None:
-        """Return when the device computes a value in host memory; None if the value does not come from the device."""
+        """Return when the device begins to compute a value in host memory; None if it does not come from the device."""
+        return self._at_source(value, self.begin)
+
+    def sendable(self, value: int) -> float | None:
+        """Return when the device has computed a value in host memory; None if it does not come from the device."""
+        return self._at_source(value, self.end)
+
+    def _at_source(self, value: int, times: Mapping[int, float]) -> float | None:
         maker = self.makers.get(value)
         if maker is None or not is_host_transfer(maker):
             return None
         source = self.makers.get(maker.operands[maker.results.index(value)])
-        return 0.0 if source is None else self.begin[id(source)]
+        return 0.0 if source is None else times[id(source)]
 
 
 def _with_nested(op: Op) -> Iterable[Op]:

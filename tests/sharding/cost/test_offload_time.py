@@ -13,6 +13,7 @@ from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
 from autoshard.sharding.machines.targets import find_target, write_target
 
 LAYERS, ROWS, WIDTH = 4, 8192, 1024
+PART = 2560  # hidden units of an eighth of the compute of an iteration that hides most of two values
 VALUE = ROWS * WIDTH * 4  # bytes of one layer's value
 TARGET = "v5e:2x4"
 PER_BYTE = 1e6 / (find_target(TARGET).chip.host_bandwidth * HOST_BANDWIDTH_REACHED)
@@ -90,6 +91,31 @@ def test_nothing_hides_the_first_fetch_of_a_loop_that_takes_a_stack_from_outside
     found = plan(sums, stack, jax.ShapeDtypeStruct((WIDTH, 65_536), "float32"), target=TARGET, plan="dp:8").estimate
     assert found.host_us == pytest.approx(LAYERS * VALUE / 8 * PER_BYTE)
     assert found.host_exposed_us == pytest.approx(VALUE / 8 * PER_BYTE)
+
+
+@pytest.mark.parametrize("early", [1, 3])
+def test_only_the_compute_after_a_result_hides_its_transfer(early):
+    """Each of the two values waits for its product. `early` of eight parts of the compute come before the first one."""
+    before, middle, after = early * PART, PART, (7 - early) * PART
+
+    def made(x, w):
+        def body(x, _):
+            def through(x, hidden, place=0):
+                return jnp.tanh(x @ w[:, place : place + hidden]) @ w[:, place : place + hidden].T
+
+            first = through(x, before)
+            second = through(first, middle, before)
+            sent = [jax.device_put(value, HOST) for value in (first, second)]
+            return through(second, after, before + middle), sent
+
+        return jax.lax.scan(body, x, length=LAYERS)
+
+    inputs = jax.ShapeDtypeStruct((ROWS // 8, WIDTH), "float32"), jax.ShapeDtypeStruct((WIDTH, 8 * PART), "float32")
+    found = plan(made, *inputs, target="v5e:1x1", plan="dp:1").estimate
+    link, compute = LAYERS * VALUE / 8 * PER_BYTE, found.compute_us
+    assert found.host_us == pytest.approx(2 * link) and link < compute < 2 * link
+    late = early / 8 * compute + 2 * link  # from the first value on, the link is busy
+    assert found.host_exposed_us == pytest.approx(late - compute, rel=0.1)
 
 
 def test_on_a_gpu_nothing_hides_transfers():
