@@ -25,6 +25,7 @@ from jax import lax
 
 from autoshard import _compat
 from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.loops.host_moves import can_wait
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Block, Op
 
@@ -57,7 +58,7 @@ class LoopBarriers:
             return
         constants, carries = _compat.scan_arity(op.eqn.params)
         carry = [v for v in op.eqn.invars[constants : constants + carries] if not isinstance(v, _compat.Literal)]
-        waiting = list(dict.fromkeys([*gradients, *(v for v in carry if env[v].ndim)]))
+        waiting = list(dict.fromkeys([*gradients, *(v for v in carry if can_wait(env[v]))]))
         if len(waiting) > len(gradients):
             values = lax.optimization_barrier([env[v] for v in waiting])
             env.update(zip(waiting, values, strict=True))

@@ -103,3 +103,20 @@ def test_values_stay_the_same(head):
         results = jax.jit(program)(*jax.tree.leaves(values()))
     for result, expected in zip(results, jax.tree.leaves(jax.jit(step)(*values())), strict=True):
         np.testing.assert_allclose(result, expected, rtol=2e-4, atol=1e-5)
+
+
+def test_random_keys_in_the_carry_wait_for_nothing():
+    """A barrier takes no arrays of keys. Here the loop is that of another pass, after the gradient."""
+
+    def step(params, rows, keys):
+        gradient = jax.grad(lambda w: jnp.mean(jax.nn.logsumexp(rows @ w, axis=1)))(params["weight"])
+        body = lambda carry, w: ((jnp.tanh(carry[0] @ w), carry[1]), None)  # noqa: E731
+        passed, keys = jax.lax.scan(body, (rows, keys), params["layers"])[0]
+        return params["weight"] - gradient, jnp.mean(passed), keys
+
+    params, rows, _ = values()
+    args = params, rows, jax.random.split(jax.random.key(0), 2)
+    made = autoshard.plan(step, *args, plan="fsdp:8", target=TPU7X)
+    program = bound_or_error(made.bound).executable.constrained_program(made.mesh)
+    (shapes,) = loops_that_wait(jax.make_jaxpr(program)(*jax.tree.leaves(args)).jaxpr)
+    assert (2,) not in shapes and (ROWS, WIDTH) in shapes
