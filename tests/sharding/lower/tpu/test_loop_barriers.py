@@ -105,12 +105,16 @@ def test_values_stay_the_same(head):
         np.testing.assert_allclose(result, expected, rtol=2e-4, atol=1e-5)
 
 
-def test_random_keys_in_the_carry_wait_for_nothing():
-    """A barrier takes no arrays of keys. Here the loop is that of another pass, after the gradient."""
+def test_random_keys_in_the_carry_do_not_wait():
+    """Here the loop is that of another pass, after the gradient."""
 
     def step(params, rows, keys):
         gradient = jax.grad(lambda w: jnp.mean(jax.nn.logsumexp(rows @ w, axis=1)))(params["weight"])
-        body = lambda carry, w: ((jnp.tanh(carry[0] @ w), carry[1]), None)  # noqa: E731
+
+        def body(carry, w):
+            x, keys = carry
+            return (jnp.tanh(x @ w), jax.vmap(jax.random.fold_in, (0, None))(keys, 1)), None
+
         passed, keys = jax.lax.scan(body, (rows, keys), params["layers"])[0]
         return params["weight"] - gradient, jnp.mean(passed), keys
 
