@@ -84,6 +84,7 @@ def planned(model: str, target: str, until: Until | None, timeout_s: float) -> d
         "command": command(work, target),
         "planning_cpu_seconds": round(planning_s, 1),
         "least_seconds": step_flops(work) / peak,
+        "options": {} if made is None else dict(made.compiler_options.get(machine.platform, {})),
         "text": [] if made is None else shown_text(str(made)).splitlines(),
     }
 
@@ -124,7 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _same_plan(found: dict[str, Any], stored: dict[str, Any]) -> bool:
     names = ("words", "remat", "microbatches", "batch_size", "context")
-    return all(found[name] == stored[name] for name in names)
+    compiled = stored["compiled"]
+    alike = compiled is None or compiled["options"] == found["options"]
+    return alike and all(found[name] == stored[name] for name in names)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ def _line(cell: Cell) -> list[str]:
     if compiled is not None and compiled["seconds"]:
         step = " / ".join(_seconds(compiled["seconds"][name]) for name in MEASURES if name in compiled["seconds"])
         peak = _gib(compiled["memory_bytes"]) if compiled["memory_bytes"] else ""
+        peak += "" if compiled["fits"] else ", does not fit"
     elif compiled is not None:
         step = compiled["kind"]
     seconds = predicted["seconds"]

@@ -76,6 +76,8 @@ class Row:
         seconds: the step time by the roofline.
         peak_bytes: the size of a device's memory space.
         predicted_bytes: the estimate of it.
+        date: when it was compiled.
+        versions: versions of the compiler's packages.
     """
 
     program: str
@@ -86,6 +88,8 @@ class Row:
     seconds: float
     peak_bytes: float
     predicted_bytes: float
+    date: str
+    versions: Mapping[str, str]
 
 
 def without_barriers(program: str) -> AbstractContextManager[Any]:
@@ -106,8 +110,9 @@ def compiled(program: str) -> Iterator[Row]:
                 job = export_plan(bound_or_error(made.bound).executable)
             found = compile_job(job, until="schedule")
             step_s = estimated(found, target).step["roofline"]
-            peak = float(found.peak_bytes or 0.0)
-            yield Row(program, remat, target, words, waits, step_s, peak, made.estimate.peak_memory_bytes)
+            figures = step_s, float(found.peak_bytes or 0.0), made.estimate.peak_memory_bytes
+            today = datetime.now(UTC).strftime("%Y-%m-%d")
+            yield Row(program, remat, target, words, waits, *figures, today, versions())
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -133,14 +138,13 @@ def main() -> None:
     if unknown := [each for each in given.programs if each not in PROGRAMS]:
         parser.error(f"unknown program {unknown[0]!r}; there are {', '.join(PROGRAMS)}")
     if given.show:
-        show(stored_rows())
+        show([row for row in stored_rows() if row.program in (given.programs or PROGRAMS)])
         return
     wanted = given.programs or [*PROGRAMS]
     kept = [row for row in stored_rows() if row.program not in wanted] if FILE.exists() else []
     rows = [*kept, *(row for program in wanted for row in compiled(program))]
     rows.sort(key=lambda row: [*PROGRAMS].index(row.program))
-    stored = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": versions(), "rows": [asdict(r) for r in rows]}
-    FILE.write_text(json.dumps(stored, indent=1) + "\n")
+    FILE.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     show(rows)
 
 

@@ -42,22 +42,27 @@ def test_a_page_says_what_does_not_fit_and_what_was_compiled(tmp_path):
     cell = {
         "words": "fsdp:8", "remat": "full", "microbatches": 2, "problem": "", "batch_size": 16, "context": 32,
         "predicted": {"seconds": 2.0, "memory_bytes": 2**31, "host_bytes": 2**30, "limit_bytes": 2**34},
-        "compiled": {"kind": "ok", "seconds": {"cycles": 1.5, "roofline": 0.5}, "memory_bytes": 2**32},
+        "compiled": {"kind": "ok", "seconds": {"cycles": 1.5, "roofline": 0.5}, "memory_bytes": 2**32, "fits": True},
         "date": "2026-01-01", "command": "autoshard plan m", "least_seconds": 1.0, "text": ["head", "", "  more"],
     }  # fmt: skip
+    too_large = cell | {"compiled": cell["compiled"] | {"fits": False}}
     none = cell | {"predicted": {}, "problem": "no plan fits 31.2 GiB", "text": [], "compiled": None}
-    gallery_pages.write_pages({"m": {"one": cell, "two": none}}, tmp_path)
+    gallery_pages.write_pages({"m": {"one": cell, "two": none, "three": too_large}}, tmp_path)
     page = (tmp_path / "m.md").read_text()
     assert (
         "| one | 16 x 32 | `fsdp:8`, 2 microbatches | `full` | 2.0 GiB of 16.0, 1.0 GiB on the host | 2.00 s | 50% | "
         in page
     )
     assert "| 1.50 s / 500 ms | 4.0 GiB | 2026-01-01 |" in page
+    assert "| 1.50 s / 500 ms | 4.0 GiB, does not fit | 2026-01-01 |" in page
     assert "no plan fits 31.2 GiB" in page
     assert "| [m](m.md) | 2.00 s<br>50% | does not fit |" in (tmp_path / "index.md").read_text()
 
 
 def test_a_compiled_figure_stays_only_with_its_plan():
-    stored = {"words": "fsdp:8", "remat": "full", "microbatches": 1, "batch_size": 8, "context": 16}
-    assert gallery._same_plan(dict(stored), stored)
-    assert not gallery._same_plan(stored | {"remat": "none"}, stored)
+    stored = {"words": "fsdp:8", "remat": "full", "microbatches": 1, "batch_size": 8, "context": 16, "compiled": None}
+    found = stored | {"options": {"some": "1"}}
+    assert gallery._same_plan(found, stored)
+    assert gallery._same_plan(found, stored | {"compiled": {"options": {"some": "1"}}})
+    assert not gallery._same_plan(found, stored | {"compiled": {"options": {}}})
+    assert not gallery._same_plan(found | {"remat": "none"}, stored)

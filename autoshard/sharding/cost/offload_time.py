@@ -4,8 +4,8 @@
     busy     = max(time of transfers to the host, time of transfers from it), for each loop body and each stretch of
                straight code
     first    = time of the transfers from the host that the first iteration of a loop needs, each time the loop starts
-    late     = for each result that a loop on a TPU sends in its own iteration: the compute of the body until the result
-               is there, and the time to send it and the results after it; the largest of these sums
+    late     = the largest sum of these two, over the results that a loop on a TPU sends in their own iteration: the
+               compute of the body until the result is there, and the time to send it and all later results
     exposed  = first + max(0, busy - first - compute of the same body or stretch, late - compute of the body)
 
 The link carries both directions at once. Compilers start a transfer, and wait for its end, in the loop body or straight

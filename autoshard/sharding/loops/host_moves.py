@@ -19,9 +19,9 @@ Slices are fetched one after the other, in the order in which they are needed. I
 the smallest is fetched first. XLA schedules a loop body backward and gives each fetch more compute than it needs, so
 little compute is left for the first fetches.
 
-A backward loop begins with what the forward loop has made last. If this came back from the host, the device would wait
-for it. So the forward loop keeps it, if the backward loop fetches the slices ahead. Otherwise the slice has the compute
-of its iteration to come back.
+A backward loop begins with what the forward loop has made last. If these values came back from the host, the device
+would wait for them. So the forward loop keeps them, if the backward loop fetches the slices ahead. Otherwise a slice
+has the compute of its iteration to come back.
 
 Times are those of whole values on one device. Only their ratios count, and these are right if all values are sharded
 over all devices.

@@ -101,8 +101,9 @@ class ShardingPlan:
         spread_updates: whether each device updates only some of the matrices, with optimizers such as Muon.
         overlap: the table of `overlap=`: path -> kind of collective -> "on" or "off"; empty without one.
         module_us: with such a table: module -> kind of its collectives -> their microseconds and the exposed part.
-        offload: word of `offload=` -> bytes of its values in one step, before sharding, with those of last layers that
-            stay on the device; empty if the planner moves nothing to the host. `bind` moves the same values.
+        offload: word of `offload=` -> bytes of its values in one step, before sharding; empty if the planner moves
+            nothing to the host. Values of the last layer count, too, although they may stay on the device. `bind` moves
+            the same values.
         kernel_blocks: shape of a call of splash attention -> its block sizes (`machines.kernel_rules`), which a bound
             plan has, too.
         sequence: mesh axis -> how attention runs over the sequence that it shards, one of `SEQUENCE_WAYS`.

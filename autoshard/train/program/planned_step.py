@@ -132,7 +132,7 @@ def search_variants(config: TrainConfig, **verification: Any) -> tuple[TrainConf
 
     Returns:
         The config with the best variant, and its plan, which lists the variants that were planned. A note of the plan
-        names each setting of `config` that the variant replaces.
+        names each setting of `config` that the variant replaces, unless it had its default.
 
     Raises:
         ConfigError: The model is not the built-in one.
@@ -210,9 +210,13 @@ def _replaced(given: TrainConfig, found: TrainConfig) -> list[str]:
         ("gpt.remat", given.gpt.remat, found.gpt.remat, type(given.gpt)().remat),
         ("microbatches", given.microbatches, found.microbatches, type(given).microbatches),
     )
-    keeps = "--variants given keeps it" if given.variants == "search" else "another --offload than auto keeps it"
+    ways = {
+        "--variants given": given.variants == "search",
+        "another --offload than auto": given.offload == AUTO,
+    }
+    keeps = " with ".join(way for way, is_needed in ways.items() if is_needed)
     return [
-        f"the search chose {name} {after} in place of {before}, which was set; {keeps}"
+        f"the search chose {name} {after} in place of {before}, which was set; {keeps} keeps it"
         for name, before, after, default in settings
         if before not in (after, default)
     ]

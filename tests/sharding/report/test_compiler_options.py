@@ -46,4 +46,5 @@ def test_requested_options_are_unchecked_until_something_is_compiled():
 
 def test_machines_without_sets_have_no_texts():
     assert not option_texts(planned("cpu:8"))
+    assert option_texts(planned("h100:8")) == ["compiler options: full-memory"]
     assert not option_texts(half_built()) and not option_texts(half_built(target="v6e:nonsense"))

@@ -43,7 +43,11 @@ def test_the_search_takes_the_fastest_variant_that_fits(make_config: MakeConfig)
 
 @pytest.mark.parametrize(
     ("how", "keeps"),
-    [({"variants": "search"}, "--variants given"), ({"variants": "given", "offload": "auto"}, "another --offload")],
+    [
+        ({"variants": "search"}, "; --variants given keeps it"),
+        ({"variants": "given", "offload": "auto"}, "; another --offload than auto keeps it"),
+        ({"variants": "search", "offload": "auto"}, "; --variants given with another --offload than auto keeps it"),
+    ],
 )
 def test_a_search_names_the_settings_that_it_replaces(make_config: MakeConfig, how: dict[str, str], keeps: str) -> None:
     gpt: dict[str, Any] = SHAPE["gpt"]

@@ -1,4 +1,4 @@
-"""Backward loops that wait for the gradients of the code before them, on TPUs.
+"""Loops that wait for the gradients of the code before them, on TPUs.
 
 Where XLA:TPU emits all-reduces instead of reduce-scatters, it computes the gradient of a model's head after the
 backward loop, and holds the logits until then. An optimization barrier joins such gradients with the carry of the next
@@ -12,8 +12,8 @@ Compiled for tpu7x:2x2x1 (libtpu 0.0.42.1), Llama 3.1 8B with four layers under 
     keep:qkv+context+out_proj    14.6, 17.4 GiB                   14.6 GiB    311.1, 311.1 ms
     host:residual+qkv+out_proj   11.2, 14.4 GiB                   11.9 GiB    401.7, 401.5 ms
 
-Where XLA emits reduce-scatters, the barrier changes nothing (v6e:2x4, v5e:2x4) or costs memory (v5p:2x2x2: 1.2 GiB
-more), so there is none.
+The next loop waits, whatever it computes. Where XLA emits reduce-scatters, the barrier changes nothing (v6e:2x4,
+v5e:2x4) or costs memory (v5p:2x2x2: 1.2 GiB more), so there is none.
 """
 
 from __future__ import annotations
@@ -72,6 +72,6 @@ def _blocks(block: Block) -> Iterator[Block]:
 
 
 def _has_product(op: Op) -> bool:
-    """Whether an operator is a product, or a call of a function with one. A loop ends with its gradients."""
+    """Whether an operator is a product, or a call of a function with one. Gradients of loops are complete."""
     inner = [each for block in op.blocks for each in block.ops]
     return op.name in CONTRACTIONS or (op.name not in _LOOPS and any(map(_has_product, inner)))

@@ -237,7 +237,7 @@ _ALL = (
     ),
     OptionSet(
         "full-memory",
-        "the scheduler may fill all of the memory, so gathers stay asynchronous in programs that almost fill it",
+        "the scheduler may use more of the memory, so collectives stay asynchronous in programs that almost fill it",
         FULL_MEMORY,
         "programs with all-gathers that almost fill the memory",
         lambda facts: _gathers(facts) and facts.memory_share >= ALMOST_FULL,
