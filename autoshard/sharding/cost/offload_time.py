@@ -156,13 +156,13 @@ class HostTraffic:
 
 
 def _sendable(program: Program, moves: Mapping[int, HostMoves]) -> dict[int, float]:
-    """Return the values that loops send in their own iteration -> the fraction of its FLOPs until they are computed."""
+    """Return the values that loops send in their own iteration -> the fraction of products until they are computed."""
     found: dict[int, float] = {}
     for op in program.ops():
         if op.name == "scan" and (numbers := moves.get(id(op), HostMoves()).sent):
             times, carries = LoopTimes(op), _compat.scan_arity(op.eqn.params)[1]
             for value in (op.blocks[0].outputs[carries + k] for k in numbers):
-                found[value] = (times.sendable(value) or 0.0) / (times.total or 1.0)
+                found[value] = (times.sendable(value) or 0.0) / (times.products or 1.0)
     return found
 
 

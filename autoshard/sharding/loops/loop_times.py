@@ -14,17 +14,21 @@ class LoopTimes:
 
     Attributes:
         total: the FLOPs of an iteration.
+        products: those of its products. Flags of JAX change the order of other operators, but not that of products.
     """
 
     def __init__(self, scan: Op):
         block, trips = scan.blocks[0], scan.trips * scan.eqn.params["length"]
         self.ops, self.total, self.results = list(inlined(block)), 0.0, {*block.outputs}
         self.begin: dict[int, float] = {}  # id of an operator -> the FLOPs before it
-        self.end: dict[int, float] = {}  # id of an operator -> the FLOPs before it and its own
+        self.end: dict[int, float] = {}  # id of an operator -> the FLOPs of products before it and its own
+        self.products = 0.0
         for op in self.ops:
             self.begin[id(op)] = self.total
             self.total += sum(flops_of(each) * each.trips / trips for each in _with_nested(op)) if trips else 0.0
-            self.end[id(op)] = self.total
+            inner = [each for each in _with_nested(op) if matmul_flops(each)]
+            self.products += sum(flops_of(each) * each.trips / trips for each in inner) if trips else 0.0
+            self.end[id(op)] = self.products
         self.users = users_of(self.ops)
         self.makers = {v: op for op in self.ops for v in op.results}
         self.needs: dict[int, float] = {}  # value -> when the first product takes it, or a value computed from it
@@ -52,7 +56,10 @@ class LoopTimes:
         return self._at_source(value, self.begin)
 
     def sendable(self, value: int) -> float | None:
-        """Return when the device has computed a value in host memory; None if it does not come from the device."""
+        """Return how many of `products` come before the end of the computation of a value in host memory.
+
+        None if the value does not come from the device.
+        """
         return self._at_source(value, self.end)
 
     def _at_source(self, value: int, times: Mapping[int, float]) -> float | None:

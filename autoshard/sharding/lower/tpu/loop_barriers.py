@@ -10,7 +10,7 @@ Compiled for tpu7x:2x2x1 (libtpu 0.0.42.1), Llama 3.1 8B with four layers under 
     remat                        peak with, without the barrier   estimate    roofline with, without
     full                         12.0, 15.4 GiB                   12.0 GiB    331.6, 331.3 ms
     keep:qkv+context+out_proj    14.6, 17.4 GiB                   14.6 GiB    311.1, 311.1 ms
-    host:residual+qkv+out_proj   11.2, 14.4 GiB                   11.9 GiB    401.7, 401.5 ms
+    host:residual+qkv+out_proj   11.9, 14.5 GiB                   11.9 GiB    385.4, 385.4 ms
 
 The next loop waits, whatever it computes. Where XLA emits reduce-scatters, the barrier changes nothing (v6e:2x4,
 v5e:2x4) or costs memory (v5p:2x2x2: 1.2 GiB more), so there is none.
