@@ -55,7 +55,7 @@ def with_equations(jaxpr: Any, eqns: list[Any], **changes: Any) -> Any:
 
 
 def with_transferred(closed: Any, results: Sequence[int]) -> Any:
-    """Adds results to a closed jaxpr: the operands of the transfers (`jax.device_put`) that make these results."""
+    """Adds results to a closed jaxpr: what the transfers (`jax.device_put`) that make these results take."""
     jaxpr = open_jaxpr(closed)
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     found = []

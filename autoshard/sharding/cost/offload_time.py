@@ -39,7 +39,6 @@ from autoshard.sharding.cost.stretches import Stretches, StretchTimes
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.loops.host_moves import HostMoves, host_moves, kept_slices
-from autoshard.sharding.loops.loop_times import LoopTimes
 from autoshard.sharding.machines.chips import Chip
 from autoshard.sharding.machines.constants import EXPOSED_TRANSFERS, HOST_BANDWIDTH_REACHED
 from autoshard.sharding.program.array_sizes import nbytes
@@ -95,11 +94,11 @@ class HostTraffic:
         self.whole: dict[tuple[int, int, bool], float] = defaultdict(float)
         # (stretch, class of the value) -> bytes that the first iterations of its loop wait for
         self.first: dict[tuple[int, int], float] = defaultdict(float)
-        # stretch -> the results that its loop sends in their own iteration, in the order in which they are computed:
-        # (the fraction of an iteration's compute before that, class of the value, bytes of a step before sharding)
+        # stretch -> the results that its loop sends in their own iteration, in the order in which they are computed, as
+        # (`HostMoves.done`, class of the value, bytes of a step before sharding)
         self.now: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
         moves = host_moves(axes.program, chip) if chip.platform == "tpu" else {}
-        kept, sendable = kept_slices(axes.program, moves), _sendable(axes.program, moves)
+        kept, done = kept_slices(axes.program, moves), _done(axes.program, moves)
         lengths = {each.sent: each.maker.eqn.params["length"] for each in kept.values()}
         starts = _loop_starts(stretches)
         for (op, stretch, n), number in zip(moved, found.numbers.tolist(), strict=True):
@@ -107,8 +106,8 @@ class HostTraffic:
             unsent = op.trips / lengths[op.results[n]] if op.results[n] in lengths else 0.0
             whole = size * (op.trips - unsent)
             self.whole[stretch, number, to_host] += whole
-            if op.results[n] in sendable:
-                self.now[stretch].append((sendable[op.results[n]], number, whole))
+            if op.results[n] in done:
+                self.now[stretch].append((done[op.results[n]], number, whole))
             if not to_host and op.operands[n] not in kept:
                 self.first[stretch, number] += size * starts.get(id(op), 0.0)
         for sent_now in self.now.values():
@@ -147,7 +146,7 @@ class HostTraffic:
         return HostTime(total, sum(busy.values()), exposed)
 
     def _late_us(self, stretch: int, compute_us: float, fractions: Sequence[float], per_byte: float) -> float:
-        """Return the time `late` of a stretch (see above)."""
+        """Return the time `late` of a stretch, as the docstring of this module defines it."""
         latest, link_us = 0.0, 0.0
         for before, number, whole in reversed(self.now.get(stretch, [])):
             link_us += whole * fractions[number] * per_byte
@@ -155,14 +154,13 @@ class HostTraffic:
         return latest
 
 
-def _sendable(program: Program, moves: Mapping[int, HostMoves]) -> dict[int, float]:
-    """Return the values that loops send in their own iteration -> the fraction of products until they are computed."""
+def _done(program: Program, moves: Mapping[int, HostMoves]) -> dict[int, float]:
+    """Return the fraction `HostMoves.done` of each value in host memory that a loop sends in its own iteration."""
     found: dict[int, float] = {}
     for op in program.ops():
-        if op.name == "scan" and (numbers := moves.get(id(op), HostMoves()).sent):
-            times, carries = LoopTimes(op), _compat.scan_arity(op.eqn.params)[1]
-            for value in (op.blocks[0].outputs[carries + k] for k in numbers):
-                found[value] = (times.sendable(value) or 0.0) / (times.products or 1.0)
+        if id(op) in moves:
+            results = op.blocks[0].outputs[_compat.scan_arity(op.eqn.params)[1] :]
+            found.update(zip((results[k] for k in moves[id(op)].sent), moves[id(op)].done, strict=True))
     return found
 
 

@@ -3,7 +3,7 @@
     fetched now     in the iteration that uses the slice, from the start of the iteration on
     fetched ahead   one iteration before; the carry of the scan holds the slice
     sent now        in the iteration that computes the result
-    kept            the last iteration's result, in device memory, until the next scan takes it first
+    kept            the last iteration's result stays in device memory, and the next scan begins with it
 
 A slice is fetched now if it is needed in the second half of the iteration's FLOPs, and if the compute before that is as
 long as the fetch; else ahead. If all fetches of an iteration take longer than its compute, only the first condition
@@ -54,6 +54,7 @@ class HostMoves:
         now: the stacks whose slices are fetched now, in this order.
         ahead: the stacks whose slices are fetched ahead, in this order.
         sent: the results that are sent now.
+        done: for each of `sent`, the fraction of the iteration's products (in FLOPs) that run before it is computed.
         ready: the stacks of `ahead` whose first slice another scan keeps.
         kept: the results of which the last iteration's is kept.
     """
@@ -61,6 +62,7 @@ class HostMoves:
     now: tuple[int, ...] = ()
     ahead: tuple[int, ...] = ()
     sent: tuple[int, ...] = ()
+    done: tuple[float, ...] = ()
     ready: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
 
@@ -68,11 +70,11 @@ class HostMoves:
 @shown
 @dataclass(frozen=True)
 class KeptSlice:
-    """A slice that stays on the device from one scan to the next.
+    """A slice that stays on the device between two scans.
 
     Attributes:
-        maker: the scan that makes it, in its last iteration.
-        sent: the value in host memory that the maker's body returns in the other iterations.
+        maker: the scan whose last iteration makes it.
+        sent: the value in host memory that the body of `maker` returns. Its other iterations send this value.
     """
 
     maker: Op
@@ -99,7 +101,9 @@ def host_moves(program: Program, chip: Chip) -> Mapping[int, HostMoves]:
 
 
 def kept_slices(program: Program, moves: Mapping[int, HostMoves]) -> dict[int, KeptSlice]:
-    """Return the slices that stay on the device: the slice in the body of the scan that takes it -> how it is made.
+    """Return the slices that stay on the device between two scans.
+
+    The keys are the slices in the body of the second scan. The values say how the first scan makes them.
 
     Args:
         program: the program.
@@ -190,7 +194,8 @@ class _Loop:
             else:
                 ahead.append(k)
         sent = tuple(k for k, flops in self.makes.items() if flops <= self.times.total * SENT_NOW_UNTIL)
-        return HostMoves(tuple(now), tuple(ahead), sent)
+        done = tuple(self.times.done(self.results[k]) for k in sent)
+        return HostMoves(tuple(now), tuple(ahead), sent, done)
 
     def nbytes(self, k: int) -> int:
         """The bytes of a slice."""

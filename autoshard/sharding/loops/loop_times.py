@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from autoshard.sharding.program.flops import flops_of, matmul_flops
 from autoshard.sharding.program.host_memory import is_host_transfer
@@ -14,21 +14,21 @@ class LoopTimes:
 
     Attributes:
         total: the FLOPs of an iteration.
-        products: those of its products. Flags of JAX change the order of other operators, but not that of products.
+        products: the FLOPs of its products alone. Flags of JAX change the order of other operators only.
     """
 
     def __init__(self, scan: Op):
         block, trips = scan.blocks[0], scan.trips * scan.eqn.params["length"]
         self.ops, self.total, self.results = list(inlined(block)), 0.0, {*block.outputs}
         self.begin: dict[int, float] = {}  # id of an operator -> the FLOPs before it
-        self.end: dict[int, float] = {}  # id of an operator -> the FLOPs of products before it and its own
+        self.after: dict[int, float] = {}  # id of an operator -> the FLOPs of the products up to and including it
         self.products = 0.0
         for op in self.ops:
             self.begin[id(op)] = self.total
             self.total += sum(flops_of(each) * each.trips / trips for each in _with_nested(op)) if trips else 0.0
             inner = [each for each in _with_nested(op) if matmul_flops(each)]
             self.products += sum(flops_of(each) * each.trips / trips for each in inner) if trips else 0.0
-            self.end[id(op)] = self.products
+            self.after[id(op)] = self.products
         self.users = users_of(self.ops)
         self.makers = {v: op for op in self.ops for v in op.results}
         self.needs: dict[int, float] = {}  # value -> when the first product takes it, or a value computed from it
@@ -53,21 +53,21 @@ class LoopTimes:
 
     def made(self, value: int) -> float | None:
         """Return when the device begins to compute a value in host memory; None if it does not come from the device."""
-        return self._at_source(value, self.begin)
-
-    def sendable(self, value: int) -> float | None:
-        """Return how many of `products` come before the end of the computation of a value in host memory.
-
-        None if the value does not come from the device.
-        """
-        return self._at_source(value, self.end)
-
-    def _at_source(self, value: int, times: Mapping[int, float]) -> float | None:
         maker = self.makers.get(value)
         if maker is None or not is_host_transfer(maker):
             return None
-        source = self.makers.get(maker.operands[maker.results.index(value)])
-        return 0.0 if source is None else times[id(source)]
+        source = self._source(value)
+        return 0.0 if source is None else self.begin[id(source)]
+
+    def done(self, value: int) -> float:
+        """Return the fraction of the products that run before the device has a value that it sends to the host."""
+        source = self._source(value)
+        return self.after[id(source)] / self.products if source is not None and self.products else 0.0
+
+    def _source(self, value: int) -> Op | None:
+        """Return the operator that computes, on the device, what a transfer sends; None if the body does not."""
+        transfer = self.makers[value]
+        return self.makers.get(transfer.operands[transfer.results.index(value)])
 
 
 def _with_nested(op: Op) -> Iterable[Op]:

@@ -53,7 +53,7 @@ def run_declared(
 
 
 def gives_gradients(op: Op, roles: Roles) -> bool:
-    """Whether an operator computes gradients of weights, and other results that the backward pass continues with."""
+    """Whether an operator computes both gradients of weights and values that the backward pass needs."""
     gradients = [v in roles.gradients for v in op.results]
     return any(gradients) and not all(gradients)
 

@@ -205,7 +205,7 @@ def search_variants(config: TrainConfig, **verification: Any) -> tuple[TrainConf
 
 
 def _replaced(given: TrainConfig, found: TrainConfig) -> list[str]:
-    """Say which settings a search replaced, of those that are not at their defaults."""
+    """Return a note for each setting that a search replaced, unless it had its default."""
     settings = (
         ("gpt.remat", given.gpt.remat, found.gpt.remat, type(given.gpt)().remat),
         ("microbatches", given.microbatches, found.microbatches, type(given).microbatches),

@@ -33,7 +33,7 @@ from tests.sharding.lower.tpu.scanned_layers import (
 
 @pytest.fixture
 def fast_link(monkeypatch):
-    """Lets transfers take no time. In these small layers, compute is much shorter than transfers."""
+    """Make transfers take no time. In these small layers, they would take much longer than compute."""
     monkeypatch.setattr(module, "HOST_BANDWIDTH_REACHED", 1e9)
 
 

@@ -53,7 +53,7 @@ def test_residuals_of_stages_wait_on_the_host() -> None:
 
 
 def layers_step() -> tuple[Any, ...]:
-    """A step of scanned layers that keep `context`, and the shapes of its arguments."""
+    """Return a step whose scanned layers keep `context`, and the shapes of its arguments."""
     width, hidden, rows = 2048, 7168, 131_072
     square = ("query", "key", "out")
     sizes = dict.fromkeys(square, (width, width)) | {"gate": (width, hidden), "up": (width, hidden)}

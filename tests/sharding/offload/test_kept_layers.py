@@ -1,6 +1,6 @@
-"""Steps that other people write, planned for TPUs with values in host memory, keep their losses and gradients.
+"""Steps with values in host memory, planned for TPUs, have the losses and gradients of one device.
 
-The planned programs run on CPU devices. Those for TPUs say when their loops move slices, and keep the last layer's.
+The planned programs run on CPU devices. Their loops move slices as on TPUs, and keep those of the last layer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ TARGET, PLANS = "v5e:2x4", ("fsdp:8", "dp:2 tp:4", "dp:2 fsdp:2 tp:2")
 
 @pytest.fixture(autouse=True)
 def no_slice_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets loops fetch all slices one iteration ahead, so that all last slices stay on the device."""
+    """Make loops fetch all slices one iteration ahead. Then all last slices stay on the device."""
     monkeypatch.setattr(module, "FETCHED_NOW_FROM", 2.0)
 
 
 def kept(made: Plan) -> int:
-    """How many slices stay on the device."""
+    """Return the number of slices that stay on the device."""
     program = bound_or_error(made.bound).executable.layout.axes.program
     return sum(len(moves.ready) for moves in host_moves(program, find_target(made.target).chip).values())
 

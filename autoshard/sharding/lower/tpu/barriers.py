@@ -11,7 +11,7 @@ from autoshard.spmdrules.ir.program import Op
 
 
 class Barriers:
-    """All of them, by the operator before which values wait.
+    """All barriers of a program.
 
     Args:
         lowering: what lowers the program.
@@ -24,6 +24,11 @@ class Barriers:
             self._all.append(LoopBarriers(layout.axes.program.block, layout.roles))
 
     def before(self, op: Op, env: dict[Any, Any]) -> None:
-        """Replace the values that wait before this operator: variable of the jaxpr -> value."""
+        """Add the barriers that come before an operator.
+
+        Args:
+            op: the operator that is lowered next.
+            env: variable of the jaxpr -> value. Values that wait are replaced by results of a barrier.
+        """
         for barriers in self._all:
             barriers.before(op, env)

@@ -41,7 +41,7 @@ class LoopBarriers:
     """
 
     def __init__(self, block: Block, roles: Roles):
-        # A scan -> the variables of the gradients that are computed between it and the scan before it.
+        # `id` of a scan -> the variables of the gradients that are computed after the scan before it.
         self._gradients: dict[int, list[Any]] = {}
         for each in _blocks(block):
             gradients: list[Any] = []
@@ -53,7 +53,12 @@ class LoopBarriers:
                     gradients += [variable for value, variable in made if value in roles.gradients]
 
     def before(self, op: Op, env: dict[Any, Any]) -> None:
-        """Replace the gradients and the carry that wait before this operator: variable of the jaxpr -> value."""
+        """Join the carry of a scan with the gradients that it waits for.
+
+        Args:
+            op: the operator that is lowered next.
+            env: variable of the jaxpr -> value. Values that wait are replaced by results of the barrier.
+        """
         if not (gradients := self._gradients.get(id(op))):
             return
         constants, carries = _compat.scan_arity(op.eqn.params)
@@ -72,6 +77,6 @@ def _blocks(block: Block) -> Iterator[Block]:
 
 
 def _has_product(op: Op) -> bool:
-    """Whether an operator is a product, or a call of a function with one. Gradients of loops are complete."""
+    """Whether an operator is a product, or calls a function that has one. A loop has finished its own gradients."""
     inner = [each for block in op.blocks for each in block.ops]
     return op.name in CONTRACTIONS or (op.name not in _LOOPS and any(map(_has_product, inner)))

@@ -76,7 +76,12 @@ class UpdateBarriers:
                     self._variables.setdefault(v, {})[x] = None
 
     def before(self, op: Op, env: dict[Any, Any]) -> None:
-        """Replace the values that wait before this operator: variable of the jaxpr -> value."""
+        """Join gradients with the state that waits for them, if the update begins with this operator.
+
+        Args:
+            op: the operator that is lowered next.
+            env: variable of the jaxpr -> value. Values that wait are replaced by results of a barrier.
+        """
         for update in self._before.get(id(op), ()):
             waiting = [x for v in (update.gradient, *update.state) for x in self._variables[v] if x in env]
             values = {id(env[x]): env[x] for x in waiting}

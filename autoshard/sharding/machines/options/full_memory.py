@@ -10,10 +10,10 @@ products beside it. On v5e, at 93 % of the memory, relative to the default sets 
     MoE of 2.4B, dp:2 fsdp:8             0.976            0.949         0.77
     two products a layer, fsdp:8         1.037            0.955         0.53
 
-GPUs. XLA:GPU's scheduler may use a share of the memory, without inputs and results: 80 % of it, times 0.95. If a
-program needs more, no collective overlaps with compute. With the set, the share is 92 %. It is a default, because it
-changes nothing for programs that need less. Llama 2 70B, `fsdp:256` on h100:32x8, four microbatches, seconds by the
-roofline (`benchmarks/gpu_scheduler_memory.py`):
+GPUs. The scheduler of XLA:GPU has a memory limit: 0.95 x (80 % of the memory - inputs and results). If a program needs
+more, no collective overlaps with compute. The set replaces 0.95 by 1.15. It is a default, because it changes nothing
+for programs that need less. Llama 2 70B, `fsdp:256` on h100:32x8, four microbatches, seconds by the roofline
+(`benchmarks/gpu_scheduler_memory.py`):
 
     layers keep                        share of the memory   step, exposed part   with the set   with it and `gpu-o1`
     qkv, context, out_proj, mlp_in     86 %                  13.2, 4.4            11.5, 3.0      11.3, 2.3
@@ -31,8 +31,8 @@ from autoshard.sharding.machines.options.option_table import Options
 TPU_CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 GPU_CHIPS = ("a100-40", "a100-80", "h100", "h200", "b200", "gb200")
 
-# Percent by which XLA:GPU multiplies 80 % of the memory (`xla_gpu_memory_limit_slop_factor`, 95 by default). Chosen so
-# that the product is 92 %: a chip's `memory_bytes` are 93 % of what an H100 with 80 GiB has.
+# The factor of the limit in percent; XLA's default is 95. Chosen so that the limit is 92 % of the memory of a program
+# with small inputs: `Chip.memory_bytes` is 93 % of the memory that an H100 reports.
 _SLOP_PERCENT = "115"
 
 FULL_MEMORY: Mapping[str, Options] = {

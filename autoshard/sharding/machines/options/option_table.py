@@ -291,7 +291,7 @@ _ALL = (
     # GPUs.
     Option(
         "xla_gpu_memory_limit_slop_factor",
-        "the device memory that the scheduler may fill, in percent of 80 % of the memory without inputs and results",
+        "the scheduler's memory limit, in percent of (80 % of the memory - inputs and results)",
         "xla",
         "above 115 a program may no longer fit",
     ),

@@ -64,7 +64,7 @@ def _params(eqn: Any) -> Hashable:
 
 
 def _written(value: Any) -> Hashable:
-    """Return a parameter as text. JAX shortens large arrays in the text of a jaxpr, so their elements are added."""
+    """Return a key of a parameter: its text, and for a jaxpr also its arrays, which JAX abbreviates in the text."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_written, value))
     if not _compat.is_jaxpr(value):
