@@ -25,7 +25,7 @@ from rich.table import Table
 
 from autoshard import plan
 from autoshard.models.workloads import workload
-from autoshard.sharding.audit import compile_job
+from autoshard.sharding.audit import compile_job, missing_compiler
 from autoshard.sharding.audit.compiler_process import versions
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.machines.options import SETS
@@ -96,6 +96,8 @@ def main() -> None:
     if parser.parse_args().show:
         show([Row(**row) for row in json.loads(FILE.read_text())["rows"]])
         return
+    if missing := missing_compiler("cuda"):
+        raise SystemExit(missing)
     rows = [*compiled()]
     stored = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": versions(), "rows": [asdict(r) for r in rows]}
     FILE.write_text(json.dumps(stored, indent=1) + "\n")
